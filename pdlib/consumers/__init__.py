@@ -1,0 +1,1 @@
+"""What a decomposition is for: opening, plotting, exporting. Imports no training code."""

@@ -1,0 +1,1 @@
+"""How a run lives: its specification, its loop, its metrics, its resumption."""

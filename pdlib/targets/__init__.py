@@ -1,0 +1,1 @@
+"""Models to decompose: each module builds a `Target`, a frozen function of (params, *batch)."""

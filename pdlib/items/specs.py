@@ -1,0 +1,216 @@
+"""Declares what an item's leaves look like, as plain data; knows no array, no file and no jax."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Literal
+
+from pdlib.errors import ContractError
+
+Keys = tuple[str, ...]
+Role = Literal["product", "process"]
+
+_DIM = re.compile(r"(?P<rest>\.\.\.)|(?P<any>_)|(?P<size>\d+)|(?P<name>[A-Za-z]\w*)(?P<plus>[+-]\d+)?")
+_CAPTURE = re.compile(r"\{([A-Za-z]\w*)\}")
+_ITEM_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeafSpec:
+    """One row of a contract: which leaves it is about, and what they must be.
+
+    Attributes:
+        path: keys joined by `/`. A key is a literal, `{name}` (captures one key), a glob with `*`
+            (within one key) or `**` (any number of keys). `**` alone admits any tree.
+        dims: one entry a dimension: a name (`C`), a name and an offset (`C+1`), a size (`1`), `_` (any size) or
+            `...` (any number of dimensions, once). None admits any shape. A name has one size for equal values of
+            the captures that every row naming it shares.
+        dtype: a dtype name, several of which one must hold, `key` (any typed PRNG key), or None for any.
+        shard: dimension name → mesh axis, or several, that the dimension is split over where the mesh has them.
+        optional: whether the leaf may be absent where its captures are bound by another row.
+        like: `item/prefix`: leaves at this path repeat the leaves under that prefix (an optimizer's moments repeat
+            the parameters); what follows the path's `**` ends with the path of the leaf that is repeated, whose
+            dims, dtype and shard hold here unless given.
+
+    Raises:
+        ContractError: at construction, for a row that says something impossible.
+    """
+
+    path: str
+    dims: Sequence[str] | None = None
+    dtype: str | Sequence[str] | None = None
+    shard: Mapping[str, str | Sequence[str]] = field(default_factory=dict[str, "str | Sequence[str]"])
+    optional: bool = False
+    like: str | None = None
+
+    def __post_init__(self) -> None:
+        dims = None if self.dims is None else tuple(str(dim) for dim in self.dims)
+        dtypes = (self.dtype,) if isinstance(self.dtype, str) else tuple(self.dtype or ())
+        shard = {dim: (axes,) if isinstance(axes, str) else tuple(axes) for dim, axes in self.shard.items()}
+        object.__setattr__(self, "dims", dims)
+        object.__setattr__(self, "dtype", dtypes or None)
+        object.__setattr__(self, "shard", MappingProxyType(shard))
+        self._check(dims, shard)
+
+    def _check(self, dims: tuple[str, ...] | None, shard: Mapping[str, Keys]) -> None:
+        where = f"leaf row {self.path!r}"
+        if not self.path or "" in self.path.split("/"):
+            raise ContractError(f"{where}: the path has an empty key; write keys joined by single slashes")
+        for dim in dims or ():
+            if not _DIM.fullmatch(dim):
+                raise ContractError(f"{where}: {dim!r} is no dimension; write a name, name+1, a size, _ or ...")
+        if dims is not None and dims.count("...") > 1:
+            raise ContractError(f"{where}: `...` stands twice in dims; one `...` takes all the remaining dimensions")
+        strays = [] if self.like else [dim for dim in shard if dim not in (dims or ())]
+        if strays:
+            raise ContractError(f"{where}: shard names {strays[0]!r}, which dims does not; name it in dims")
+        if self.like is not None and (not self.path.endswith("/**") or len(self.like.split("/")) < 2):
+            raise ContractError(f"{where}: a row with `like` ends in /** and names item/prefix")
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.as_dict(), sort_keys=True))
+
+    @cached_property
+    def segments(self) -> tuple[str, ...]:
+        """The keys of the path pattern."""
+        return tuple(self.path.split("/"))
+
+    @cached_property
+    def captures(self) -> frozenset[str]:
+        """The names that the path captures."""
+        return frozenset(m[1] for s in self.segments if (m := _CAPTURE.fullmatch(s)))
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes of which one must hold; empty for any."""
+        return tuple(self.dtype or ())
+
+    @property
+    def exact(self) -> bool:
+        """Whether the path has no wildcard, so that its captures alone give the leaf's path."""
+        return not any("*" in segment for segment in self.segments)
+
+    def match(self, keys: Keys) -> dict[str, str] | None:
+        """The captures with which the path matches `keys`, or None."""
+        return next(_match(self.segments, keys, {}), None)
+
+    def fill(self, captures: Mapping[str, str]) -> Keys:
+        """The path of an exact row for these captures."""
+        return tuple(captures[m[1]] if (m := _CAPTURE.fullmatch(s)) else s for s in self.segments)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row as a contract file would hold it: only what differs from the default."""
+        row: dict[str, Any] = {"path": self.path}
+        if self.dims is not None:
+            row["dims"] = list(self.dims)
+        if self.dtypes:
+            row["dtype"] = self.dtypes[0] if len(self.dtypes) == 1 else list(self.dtypes)
+        if self.shard:
+            row["shard"] = {dim: axes[0] if len(axes) == 1 else list(axes) for dim, axes in self.shard.items()}
+        if self.optional:
+            row["optional"] = True
+        if self.like is not None:
+            row["like"] = self.like
+        return row
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemSpec:
+    """The contract of one stored item.
+
+    Attributes:
+        name: lower-case; the name of the item's directory in a step.
+        version: from 1 up; a contract that was used to write is never changed, only succeeded.
+        role: `product` (what a user of the result needs) or `process` (what only its continuation needs).
+        leaves: the rows; the first that fits a leaf is its row, and a leaf that none matches is refused.
+
+    Raises:
+        ContractError: at construction.
+    """
+
+    name: str
+    version: int = 1
+    role: Role = "product"
+    leaves: Sequence[LeafSpec] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "leaves", tuple(self.leaves))
+        if not _ITEM_NAME.fullmatch(self.name):
+            raise ContractError(f"item name {self.name!r}: use lower-case letters, digits and _, beginning with a letter")
+        if isinstance(self.version, bool) or self.version < 1:
+            raise ContractError(f"item {self.name}: version {self.version!r} is not a whole number from 1 up")
+        if self.role not in ("product", "process"):
+            raise ContractError(f"item {self.name}: role {self.role!r}; write 'product' or 'process'")
+        if not self.leaves:
+            raise ContractError(f"item {self.name} has no leaf row; LeafSpec(path='**') admits any tree")
+
+    @property
+    def title(self) -> str:
+        """Name and version, as error messages and tables show them."""
+        return f"{self.name} v{self.version}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The contract as its file would hold it."""
+        return {
+            "item": self.name,
+            "version": self.version,
+            "role": self.role,
+            "leaf": [leaf.as_dict() for leaf in self.leaves],
+        }
+
+    @cached_property
+    def digest(self) -> str:
+        """BLAKE3 of the contract's canonical JSON: changes with any row, not with comments or layout of its file."""
+        from blake3 import blake3
+
+        text = json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":"))
+        return f"blake3:{blake3(text.encode()).hexdigest()}"
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One parsed entry of `dims`: `kind` is `rest`, `any`, `size` or `name`."""
+
+    kind: str
+    name: str
+    offset: int
+
+
+def parse_dim(text: str) -> Dim:
+    """Read one entry of `LeafSpec.dims`; `size` keeps its number as the offset."""
+    m = _DIM.fullmatch(text)
+    if m is None:
+        raise ContractError(f"{text!r} is no dimension; write a name, name+1, a size, _ or ...")
+    if m["name"]:
+        return Dim("name", m["name"], int(m["plus"] or 0))
+    kind = "rest" if m["rest"] else "any" if m["any"] else "size"
+    return Dim(kind, "", int(m["size"] or 0))
+
+
+def _match(segments: Keys, keys: Keys, found: dict[str, str]) -> Iterator[dict[str, str]]:
+    if not segments:
+        if not keys:
+            yield found
+        return
+    head, rest = segments[0], segments[1:]
+    if head == "**":
+        for taken in range(len(keys) + 1):
+            yield from _match(rest, keys[taken:], found)
+        return
+    if not keys:
+        return
+    capture = _CAPTURE.fullmatch(head)
+    if capture:
+        if found.get(capture[1], keys[0]) == keys[0]:
+            yield from _match(rest, keys[1:], {**found, capture[1]: keys[0]})
+    elif head == keys[0] or ("*" in head and _glob(head, keys[0])):
+        yield from _match(rest, keys[1:], found)
+
+
+def _glob(pattern: str, key: str) -> bool:
+    return re.fullmatch(".*".join(re.escape(part) for part in pattern.split("*")), key, re.DOTALL) is not None

@@ -43,7 +43,23 @@ _HOMES = {
     "load_contract": "pdlib.items.contracts",
     "open_run": "pdlib.consumers.open",
 }
-__all__ = sorted(_HOMES)
+__all__ = [
+    "Decomposition",
+    "Factors",
+    "ItemSpec",
+    "LeafSpec",
+    "Manager",
+    "OpenedRun",
+    "PdlibError",
+    "Registry",
+    "Site",
+    "Target",
+    "TrainState",
+    "TrainingItem",
+    "init_decomposition",
+    "load_contract",
+    "open_run",
+]
 
 
 def __getattr__(name: str) -> Any:

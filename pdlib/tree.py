@@ -1,11 +1,11 @@
-"""Paths, stored names and structure of any pytree: the bridge between JAX trees and what is written; touches no file."""
+"""Paths, stored names and structure of any pytree; bridges JAX trees and what is written, and touches no file."""
 
 from __future__ import annotations
 
-import collections
 import keyword
 import sys
-from collections.abc import Callable, Sequence
+from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -74,7 +74,7 @@ def unflatten(skeleton: Skeleton, leaves: Sequence[Any]) -> Any:
 
 
 def select(skeleton: Skeleton, wanted: Callable[[int], bool]) -> Skeleton | None:
-    """The part of a skeleton whose leaves are wanted; None where nothing is left. Tuples lose no place: they are kept whole."""
+    """The part of a skeleton whose leaves are wanted, None where nothing is left; lost entries of a sequence are None."""
     if "leaf" in skeleton:
         return skeleton if wanted(skeleton["leaf"]) else None
     parts = [select(child, wanted) for child in skeleton["children"]]
@@ -123,7 +123,9 @@ def stored_names(paths: Sequence[Keys], *, subject: str) -> list[str]:
                 problems.append(f"{_quote(keys)} would be stored inside the files of {_quote(taken[outer])}")
     if problems:
         lines = "\n".join(f"  {line}" for line in problems)
-        raise NameCollision(f"{subject}: the leaves cannot all be stored\n{lines}\nRename the keys; nothing was written.")
+        raise NameCollision(
+            f"{subject}: the leaves cannot all be stored\n{lines}\nRename the keys; nothing was written."
+        )
     return names
 
 
@@ -165,13 +167,13 @@ def _container(node: Any, keys: list[str | int]) -> Skeleton:
         kind = "list"
     elif isinstance(node, tuple):
         kind = "namedtuple" if hasattr(cls, "_fields") else "tuple"
-    elif isinstance(node, collections.abc.Mapping):
+    elif isinstance(node, Mapping):
         kind = "dict"
     else:
         kind = "object"
     record: Skeleton = {"kind": kind, "keys": keys}
     if kind == "namedtuple":
-        record["keys"] = list(cls._fields)
+        record["keys"] = [*getattr(cls, "_fields", ())]
     if kind in ("namedtuple", "object"):
         record["class"] = f"{cls.__module__}:{cls.__qualname__}"
     return record
@@ -186,7 +188,7 @@ def _namedtuple(name: str, fields: tuple[str, ...]) -> Any:
         return found
     short = qualname.rpartition(".")[2]
     short = short if short.isidentifier() and not keyword.iskeyword(short) else "Stored"
-    return collections.namedtuple(short, fields)  # noqa: PYI024 - the fields are known only now
+    return namedtuple(short, fields)  # pyright: ignore[reportUntypedNamedTuple]
 
 
 def _unusable(name: str) -> str | None:
@@ -208,4 +210,6 @@ def _quote(keys: Keys) -> str:
     return repr(list(keys))
 
 
-STORE_FILES = frozenset({"pdlib.json", "manifest.json", "_METADATA", "_CHECKPOINT_METADATA", "_sharding", "array_metadatas"})
+STORE_FILES = frozenset(
+    {"pdlib.json", "manifest.json", "_METADATA", "_CHECKPOINT_METADATA", "_sharding", "array_metadatas"}
+)

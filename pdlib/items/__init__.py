@@ -1,1 +1,1 @@
-"""What is stored: leaf and item contracts, the registry, and the Python types of the trees. Touches no disk but `specs/`."""
+"""What is stored: contracts of leaves and items, their registry, the types of the trees. Reads no file but `specs/`."""

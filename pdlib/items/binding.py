@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pdlib.errors import UnstorableLeaf
@@ -43,11 +44,16 @@ def describe(item: str, keys: Keys, leaf: Any) -> Leaf:
             "store it as an array, or keep it out of the item"
         )
     size = math.prod(shape)
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if is_key(dtype):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         return Leaf(keys, shape, f"key<{key_impl(dtype)}>", math.prod(data.shape) * data.dtype.itemsize)
     numpy_dtype = np.dtype(dtype)
     return Leaf(keys, shape, numpy_dtype.name, size * numpy_dtype.itemsize)
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether a dtype is that of typed PRNG keys."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def key_impl(dtype: Any) -> str:
@@ -104,9 +110,9 @@ class _Checker:
         if match.repeats in self.shapes and not complaints and self.shapes[match.repeats] != leaf.shape:
             other = f"{match.repeats[0]}:{show(match.repeats[1])}"
             complaints.append(f"shape {leaf.shape}, want {self.shapes[match.repeats]} like {other}")
-        if match.repeats is not None and match.repeats[0] in {key[0] for key in self.shapes}:
-            if match.repeats not in self.shapes:
-                complaints.append(f"repeats {match.repeats[0]}:{show(match.repeats[1])}, which is not there")
+        repeats = match.repeats
+        if repeats is not None and repeats not in self.shapes and repeats[0] in {name for name, _ in self.shapes}:
+            complaints.append(f"repeats {repeats[0]}:{show(repeats[1])}, which is not there")
         wanted = match.row.dtypes
         if wanted and not any(leaf.dtype == dtype or leaf.dtype.split("<")[0] == dtype for dtype in wanted):
             complaints.append(f"dtype {leaf.dtype}, want {' or '.join(wanted)}")

@@ -1,4 +1,4 @@
-"""Reads contracts from `specs/`, found by their owner's mark beside the package, never through the working directory."""
+"""Reads contracts from `specs/`, found by their owner's mark beside the package, never through the current folder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def load_contract(name: str, version: int | None = None) -> ItemSpec:
     versions = sorted(int(key.rpartition(".v")[2]) for key in pinned if key.rpartition(".v")[0] == name)
     if not versions or version not in (None, *versions):
         near = difflib.get_close_matches(name, {key.rpartition(".v")[0] for key in pinned}, n=1)
-        hint = f"versions of {name}: {versions}" if versions else f"did you mean {near[0]!r}?" if near else sorted(pinned)
+        hint = (
+            f"versions of {name}: {versions}" if versions else f"did you mean {near[0]!r}?" if near else sorted(pinned)
+        )
         raise ContractError(f"no contract {name!r} with version {version or 'any'}; {hint}")
     key = f"{name}.v{version or versions[-1]}"
     path = specs_dir() / "items" / f"{key}.toml"

@@ -43,7 +43,9 @@ class Registry:
         for item in self.items:
             for row in item.leaves:
                 if row.like is not None and row.like.split("/")[0] not in names:
-                    raise ContractError(f"item {item.name}, row {row.path!r}: like={row.like!r} names no item of {names}")
+                    raise ContractError(
+                        f"item {item.name}, row {row.path!r}: like={row.like!r} names no item of {names}"
+                    )
 
     def with_item(self, item: ItemSpec) -> Registry:
         """A new registry that has this item as well; an item of the same name is replaced."""

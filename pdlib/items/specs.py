@@ -141,7 +141,9 @@ class ItemSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "leaves", tuple(self.leaves))
         if not _ITEM_NAME.fullmatch(self.name):
-            raise ContractError(f"item name {self.name!r}: use lower-case letters, digits and _, beginning with a letter")
+            raise ContractError(
+                f"item name {self.name!r}: use lower-case letters, digits and _, beginning with a letter"
+            )
         if isinstance(self.version, bool) or self.version < 1:
             raise ContractError(f"item {self.name}: version {self.version!r} is not a whole number from 1 up")
         if self.role not in ("product", "process"):

@@ -67,7 +67,7 @@ class Site(NamedTuple):
 def init_decomposition(
     key: jax.Array, sites: Mapping[str, Site], ci_fn_init: Callable[[jax.Array, Mapping[str, Site]], Any]
 ) -> Decomposition:
-    """Draw a product: `V ~ N(0, 1/d_in)`, `U ~ N(0, 1/C)` (SPD, arXiv 2506.20790), and the importance function's parameters.
+    """Draw a product: `V ~ N(0, 1/d_in)`, `U ~ N(0, 1/C)` (SPD, arXiv 2506.20790), and a fresh importance function.
 
     A site's draw depends on the key and the site's name alone: adding a site changes no other.
 

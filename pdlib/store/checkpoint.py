@@ -1,0 +1,401 @@
+"""Saves and restores the items of a registry, a directory a step; knows nothing of what the items mean.
+
+A step is `<directory>/<step>/<item>/…`; every item is one that stock orbax restores too. A reader never writes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pdlib.errors import ContractError, NoCheckpoint, PdlibError, ReadOnly, SaveFailed, StepRefused, TornStep
+from pdlib.items.contracts import default_registry
+from pdlib.items.registry import Registry
+from pdlib.store import files, processes
+from pdlib.store.arrays import default_sharding, make_array, python_number
+from pdlib.store.commit import ItemImage, commit
+from pdlib.store.digest import Verification, content_digest, verify_item
+from pdlib.store.mapped import map_leaf, read_leaves
+from pdlib.store.request import Wanted, match_request
+from pdlib.store.retention import Retention, evictions
+from pdlib.store.snapshot import snapshot
+from pdlib.store.stored import KEEP_FILE, StoredItem, StoredLeaf, check_directory, item_names, read_item, step_numbers
+from pdlib.tree import flatten, select, stored_names, unflatten
+
+Layout = Literal["raw", "ocdbt"]
+
+
+class Manager:
+    """A directory of steps.
+
+    Args:
+        directory: where the steps are; made at the first save.
+        registry: the items that it may hold; parameter decomposition's own when None.
+        read_only: refuse whatever writes; the directory must exist then.
+        layout: `raw` (a file a shard, opened by mapping) or `ocdbt` (orbax's default, for object stores). What is
+            stored in either layout is read by any manager.
+        retention: what to keep after each save.
+
+    Raises:
+        NotARun: the directory is another level of a run, or missing and `read_only`.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        registry: Registry | None = None,
+        read_only: bool = False,
+        layout: Layout = "raw",
+        retention: Retention | None = None,
+    ) -> None:
+        if layout not in ("raw", "ocdbt"):
+            raise ContractError(f"layout {layout!r}; write 'raw' or 'ocdbt'")
+        if "://" in str(directory):
+            raise ContractError(
+                f"{directory} is a URL; pdlib keeps steps in file systems: mount it, or copy the steps here"
+            )
+        self.directory = Path(directory).expanduser().absolute()
+        self.registry = default_registry() if registry is None else registry
+        self.read_only = read_only
+        self.layout: Layout = layout
+        self.retention = retention or Retention()
+        if read_only or self.directory.exists():
+            check_directory(self.directory)
+        self._floor = max(step_numbers(self.directory), default=None)
+        self._pending: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pdlib-save")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for a background save and release the thread; raises what the save raised."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+    # Saving
+
+    def save(self, step: int, items: Mapping[str, Any], *, background: bool = False) -> None:
+        """Save some or all items of a step, all or nothing.
+
+        Args:
+            step: above every step that is there (or, after `resume_at`, above that one).
+            items: item name → tree of JAX or NumPy arrays, typed PRNG keys, Python numbers.
+            background: return as soon as the leaves are copied; they may be donated or edited at once. The write is
+                awaited, and its error raised, by the next call of `save`, `wait` or `close`.
+
+        Raises:
+            SpecMismatch, NameCollision, UnstorableLeaf: the trees do not fit; nothing is written.
+            StepRefused: the step is not above the newest.
+            ReadOnly: the manager only reads.
+            SaveFailed: this save, or the last one in the background, could not be written.
+        """
+        self._writable("save")
+        self.wait()
+        step = _step_number(step)
+        self._admit(step)
+        if not items:
+            raise StepRefused(f"step {step}: no item was given; name at least one of {', '.join(self.registry.names)}")
+        self.registry.check(items, action=f"save of step {step}")
+        images = [self._image(name, tree, own=background) for name, tree in items.items()]
+        token = processes.agreed_token()
+        self._floor = step
+        if background:
+            self._pending = self._thread.submit(self._write, step, images, token)
+        else:
+            self._write(step, images, token)
+
+    def wait(self) -> None:
+        """Wait until the background save is on disk.
+
+        Raises:
+            SaveFailed: it could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            try:
+                pending.result()
+            except SaveFailed:
+                raise
+            except PdlibError as error:
+                raise SaveFailed(f"the save in the background failed: {error}") from error
+
+    def resume_at(self, step: int) -> None:
+        """Allow saves above `step` although later steps exist: training continues from here.
+
+        A later step that is there already must then hold equal values: it is completed with the items it lacks.
+        """
+        self._writable("resume_at")
+        self._floor = _step_number(step)
+
+    def keep(self, step: int, *, keep: bool = True) -> None:
+        """Mark a step so that retention never deletes any of it, or take the mark back."""
+        self._writable("keep")
+        if step not in self.steps():
+            raise NoCheckpoint(f"{self.directory} holds no step {step}; it holds {_listing(self.steps())}")
+        mark = self.directory / str(step) / KEEP_FILE
+        if keep:
+            mark.touch()
+        else:
+            mark.unlink(missing_ok=True)
+
+    def prune(self) -> list[tuple[int, str]]:
+        """Delete what retention does not keep, the process before the product; returns the (step, item) pairs."""
+        self._writable("prune")
+        steps = {step: set(self.items(step)) for step in self.steps()}
+        roles = {item.name: item.role for item in self.registry.items}
+        marked = {step for step in steps if (self.directory / str(step) / KEEP_FILE).exists()}
+        doomed = evictions(steps, roles, self.retention, marked=marked)
+        for step, item in doomed:
+            home = self.directory / str(step)
+            last = steps[step] == {item}
+            files.discard(home if last else home / item, home=self.directory)
+            steps[step].discard(item)
+        return doomed
+
+    # Looking
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending."""
+        return step_numbers(self.directory)
+
+    def items(self, step: int) -> list[str]:
+        """The items that a step holds."""
+        return item_names(self.directory / str(step))
+
+    def latest(self, *, items: tuple[str, ...] = (), fallback: bool = False) -> int | None:
+        """The newest step that holds all of `items`, or None.
+
+        Args:
+            items: item names; none asks for any step.
+            fallback: pass over steps that are not whole.
+
+        Raises:
+            TornStep: a step at least as new is not whole, and `fallback` is not set; names the last whole one.
+        """
+        for step in reversed(self.steps()):
+            try:
+                self._check_whole(step)
+            except PdlibError as error:
+                if fallback:
+                    continue
+                whole = self.latest(items=items, fallback=True)
+                raise TornStep(
+                    f"the newest step, {step}, of {self.directory} is torn: {error}\n"
+                    f"The last whole one is {whole}; pass fallback=True to take it."
+                ) from error
+            if set(items) <= set(self.items(step)):
+                return step
+        return None
+
+    def describe(self, step: int, item: str) -> StoredItem:
+        """What is stored of an item: contract, structure, leaves and files; reads no array.
+
+        Raises:
+            NoCheckpoint, TornStep, ForeignLayout: there is no such item, or it is not whole, or not pdlib's.
+            ContractError: the item is not registered, or was written under a newer contract.
+        """
+        spec = self.registry[item]
+        if step not in self.steps():
+            check_directory(self.directory)
+            raise NoCheckpoint(f"{self.directory} holds no step {step}; it holds {_listing(self.steps())}")
+        stored = read_item(self.directory / str(step) / item)
+        if stored.version > spec.version:
+            raise ContractError(
+                f"{stored.directory} was written under {item} v{stored.version}, the registry knows v{spec.version}; "
+                "open it with the pdlib that wrote it, or register the newer contract"
+            )
+        stored.check_whole()
+        return stored
+
+    def verify(self, step: int, *, items: tuple[str, ...] = ()) -> Verification:
+        """Compare every byte of a step, or of some of its items, with what was written; reports missing evidence too."""
+        found = Verification()
+        for name in items or self.items(step):
+            try:
+                found += verify_item(read_item(self.directory / str(step) / name))
+            except PdlibError as error:
+                found += Verification(unverifiable=(f"{step}/{name}: {error}",))
+        if not self.items(step):
+            found += Verification(missing=(f"step {step} of {self.directory}",))
+        return found
+
+    def content_digest(self, step: int, item: str) -> str:
+        """A digest of an item's values that does not depend on shards, layout, files or process."""
+        return content_digest(self.describe(step, item))
+
+    # Restoring
+
+    def restore(self, step: int, items: Mapping[str, Any], *, mesh: Any = None) -> dict[str, Any]:
+        """Restore items as JAX arrays that a step may take over by donation.
+
+        Args:
+            step: which.
+            items: item name → abstract tree (`jax.ShapeDtypeStruct` leaves; concrete trees serve for their shapes).
+                It gives the containers and classes of the result, and the sharding of each leaf that has one.
+            mesh: for leaves without a sharding: their contract's axes on this mesh. Without it they come whole to
+                this process's first device.
+
+        Returns:
+            item name → tree. An optional leaf that is asked for and not stored comes back as None.
+
+        Raises:
+            SpecMismatch: what is stored and what is asked for differ; lists every leaf that does.
+            NoCheckpoint, TornStep, ForeignLayout, ContractError: see `describe`.
+            ShardingRefused: an axis of `mesh` does not divide a dimension.
+        """
+        stored = {name: self.describe(step, name) for name in items}
+        wanted = {name: match_request(self.registry, stored[name], tree, step=step) for name, tree in items.items()}
+        return {name: self._restore_item(stored[name], wanted[name], mesh) for name in items}
+
+    def restore_to_host(
+        self, step: int, item: str, *, mapped: bool = False, where: Callable[[tuple[str, ...]], bool] | None = None
+    ) -> Any:
+        """Restore an item as NumPy arrays, with the structure that is stored; needs no template.
+
+        NumPy keeps 64 bits whatever JAX is set to; typed PRNG keys come as their uint32 key data; containers as
+        `pdlib.tree.unflatten` says.
+
+        Args:
+            step: which.
+            item: which.
+            mapped: read-only arrays over the files themselves, which take no time; owned, writable copies otherwise.
+            where: only the leaves whose keys it admits.
+        """
+        stored = self.describe(step, item)
+        places = [i for i, leaf in enumerate(stored.leaves) if where is None or where(leaf.path)]
+        chosen = [stored.leaves[i] for i in places]
+        arrays = [map_leaf(stored, leaf) for leaf in chosen] if mapped else read_leaves(stored, chosen)
+        found: dict[int, Any] = dict(zip(places, arrays, strict=True))
+        found |= {i: python_number(stored, leaf) for i, leaf in zip(places, chosen, strict=True) if leaf.python}
+        return _assemble(stored, found)
+
+    def open(
+        self,
+        step: int,
+        item: str,
+        *,
+        mesh: Any = None,
+        dtype: Any = None,
+        where: Callable[[tuple[str, ...]], bool] | None = None,
+    ) -> Any:
+        """Open an item as JAX arrays, structured as stored; on CPU without a copy wherever one file is a leaf.
+
+        Args:
+            step: which.
+            item: which.
+            mesh: the contract's axes on this mesh; whole on this process's first device without it.
+            dtype: cast the floating-point leaves; the stored dtype without it.
+            where: only the leaves whose keys it admits.
+        """
+        stored = self.describe(step, item)
+        found: dict[int, Any] = {}
+        for place, leaf in enumerate(stored.leaves):
+            if where is None or where(leaf.path):
+                array = make_array(stored, leaf, self._sharding(stored, leaf, mesh), own=False)
+                cast = dtype is not None and jnp.issubdtype(getattr(array, "dtype", np.int32), jnp.floating)
+                found[place] = array.astype(dtype) if cast else array
+        return _assemble(stored, found)
+
+    # Inside
+
+    def _restore_item(self, stored: StoredItem, wanted: Wanted, mesh: Any) -> Any:
+        arrays = [
+            leaf and make_array(stored, leaf, sharding or self._sharding(stored, leaf, mesh), own=True)
+            for leaf, sharding in zip(wanted.leaves, wanted.shardings, strict=True)
+        ]
+        return jax.tree.unflatten(wanted.treedef, arrays)
+
+    def _sharding(self, stored: StoredItem, leaf: StoredLeaf, mesh: Any) -> Any:
+        if mesh is None:
+            return default_sharding()
+        return self.registry.sharding(stored.name, leaf.path, leaf.shape, mesh)
+
+    def _image(self, name: str, tree: Any, *, own: bool) -> ItemImage:
+        flat = flatten(tree)
+        subject = f"item {name}"
+        names = stored_names(flat.paths, subject=subject)
+        taken = zip(flat.paths, names, flat.leaves, strict=True)
+        leaves = [snapshot(name, keys, stored, leaf, own=own) for keys, stored, leaf in taken]
+        arrays: dict[str, Any] = {}
+        if self.layout == "ocdbt":
+            leaves, arrays = _for_orbax(leaves, flat.leaves, own=own)
+        return ItemImage(self.registry[name], flat.skeleton, leaves, self.layout, arrays)
+
+    def _write(self, step: int, images: list[ItemImage], token: str) -> None:
+        commit(self.directory, step, images, token)
+        if processes.is_lead():
+            self.prune()
+
+    def _admit(self, step: int) -> None:
+        if self._floor is not None and step <= self._floor:
+            raise StepRefused(
+                f"step {step} is not above {self._floor}, the newest of {self.directory}; "
+                "restore the newest step and go on from it, or save to a new directory"
+            )
+
+    def _check_whole(self, step: int) -> None:
+        names = self.items(step)
+        if not names:
+            raise TornStep(f"step {step} holds no item")
+        for name in names:
+            read_item(self.directory / str(step) / name).check_whole()
+
+    def _writable(self, what: str) -> None:
+        if self.read_only:
+            raise ReadOnly(f"{what}: {self.directory} was opened with read_only=True; open it without to write")
+
+
+def _assemble(stored: StoredItem, found: Mapping[int, Any]) -> Any:
+    tree = stored.tree if len(found) == len(stored.leaves) else select(stored.tree, found.__contains__)
+    return {} if tree is None else unflatten(tree, [found.get(i) for i in range(len(stored.leaves))])
+
+
+def _for_orbax(leaves: list[Any], arrays: list[Any], *, own: bool) -> tuple[list[Any], dict[str, Any]]:
+    """Leaves for an OCDBT item: no files of their own, and the arrays that orbax writes."""
+    given: dict[str, Any] = {}
+    for (leaf, files_), array in zip(leaves, arrays, strict=True):
+        if leaf.is_empty:
+            continue
+        data = jax.random.key_data(array) if leaf.key_impl else array
+        if (leaf.stored_dtype != leaf.dtype and not leaf.key_impl) or not isinstance(data, jax.Array):
+            data = files_[0][1].view(leaf.stored_dtype).reshape(leaf.stored_shape)
+        given[leaf.name] = jnp.copy(data) if own and isinstance(data, jax.Array) else data
+    bare = [one._replace(leaf=_without_chunks(one.leaf), files=[]) for one in leaves]
+    return bare, given
+
+
+def _without_chunks(leaf: StoredLeaf) -> StoredLeaf:
+    from dataclasses import replace
+
+    return replace(leaf, chunks=None)
+
+
+def _step_number(step: Any) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = int(step) if isinstance(step, jax.Array) and step.shape == () and step.dtype.kind in "iu" else -1
+    if number < 0 or isinstance(step, bool):
+        raise StepRefused(f"step {step!r} is not a whole number from 0 up")
+    return number
+
+
+def _listing(steps: list[int]) -> str:
+    return ", ".join(map(str, steps[-8:])) if steps else "no step"

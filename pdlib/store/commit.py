@@ -1,0 +1,178 @@
+"""Writes the items of one step beside their place, and moves them there whole; the only code that makes a step.
+
+At every instruction the directory shows either the old state or the new one: what is being written has a hidden name
+until one rename. All processes of a JAX job call this together, each with the shards that it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pdlib.errors import PdlibError, SaveFailed, StepRefused
+from pdlib.items.specs import ItemSpec
+from pdlib.store import orbax_format, processes
+from pdlib.store.digest import content_digest
+from pdlib.store.files import STAGING, flush_tree, hash_file, move, write_file
+from pdlib.store.mapped import run_parallel
+from pdlib.store.snapshot import Snapshot
+from pdlib.store.stored import FORMAT, ITEM_FILE, MANIFEST_FILE, item_names, read_item
+from pdlib.tree import Skeleton
+
+Entries = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ItemImage:
+    """All that is written of one item: its contract, its structure and its leaves as they were when save was called."""
+
+    spec: ItemSpec
+    tree: Skeleton
+    leaves: Sequence[Snapshot]
+    layout: str
+    arrays: dict[str, Any]  # stored name → array, for the OCDBT layout only
+
+
+def commit(directory: Path, step: int, items: Sequence[ItemImage], token: str) -> None:
+    """Write a step, or those items of it that it does not hold yet.
+
+    Raises:
+        SaveFailed: a file could not be written; nothing was committed.
+        StepRefused: the step holds one of the items with other values; nothing was committed.
+    """
+    staging = directory / f"{STAGING}{step}-{token}"
+    started = time.time()
+    outcome: BaseException | None = None
+    try:
+        if processes.is_lead():
+            directory.mkdir(parents=True, exist_ok=True)
+            staging.mkdir()
+        processes.barrier(f"{token}-open")
+        entries, failure = _attempt(lambda: _write_items(staging, items))
+        parts = _exchange(staging, entries, failure, token)
+        if processes.is_lead():
+            broken = [part["error"] for part in parts if part["error"]]
+            if broken:
+                raise failure or SaveFailed("; ".join(broken))
+            _finish(staging, items, parts, started)
+            _publish(directory, step, staging)
+    except Exception as error:
+        outcome = error
+    finally:
+        if processes.is_lead():
+            shutil.rmtree(staging, ignore_errors=True)
+    processes.barrier(f"{token}-done")
+    if outcome is None and not processes.is_lead() and not (directory / str(step)).is_dir():
+        outcome = SaveFailed("the first process could not commit the step; its error says why")
+    if isinstance(outcome, PdlibError):
+        raise outcome
+    if outcome is not None:
+        raise SaveFailed(
+            f"step {step} was not saved to {directory}: {outcome}\nNothing was committed; mend the cause and save again."
+        ) from outcome
+
+
+def _write_items(staging: Path, items: Sequence[ItemImage]) -> dict[str, Entries]:
+    entries: dict[str, Entries] = {image.spec.name: {} for image in items}
+    tasks: list[Callable[[], Any]] = []
+    for image in items:
+        home, found = staging / image.spec.name, entries[image.spec.name]
+        if image.layout == "ocdbt":
+            orbax_format.write_ocdbt(home, image.arrays)
+            continue
+        home.mkdir(exist_ok=True)
+        tasks += [partial(_write, home, file, data.data, found) for leaf in image.leaves for file, data in leaf.files]
+        if processes.is_lead():
+            tasks += [
+                partial(_write, home, f"{leaf.name}/.zarray", orbax_format.zarray(leaf), found)
+                for leaf, _ in image.leaves
+                if not leaf.is_empty
+            ]
+    run_parallel(tasks)
+    return entries
+
+
+def _write(home: Path, file: str, data: bytes | memoryview, entries: Entries) -> None:
+    entries[file] = write_file(home / file, data)
+
+
+def _attempt(work: Callable[[], dict[str, Entries]]) -> tuple[dict[str, Entries], Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        return {}, error
+
+
+def _exchange(staging: Path, entries: Any, failure: Exception | None, token: str) -> list[dict[str, Any]]:
+    """What every process wrote: through files in the staging directory, which all of them share."""
+    mine = {"entries": entries, "error": f"process {jax.process_index()}: {failure}" if failure else None}
+    if jax.process_count() == 1:
+        return [mine]
+    (staging / f".part-{jax.process_index()}.json").write_text(json.dumps(mine))
+    processes.barrier(f"{token}-written")
+    if not processes.is_lead():
+        if failure:
+            raise failure
+        return []
+    files = [staging / f".part-{index}.json" for index in range(jax.process_count())]
+    parts = [json.loads(file.read_text()) for file in files]
+    for file in files:
+        file.unlink()
+    return parts
+
+
+def _finish(staging: Path, items: Sequence[ItemImage], parts: list[dict[str, Any]], started: float) -> None:
+    for image in items:
+        home = staging / image.spec.name
+        leaves = [leaf for leaf, _ in image.leaves]
+        entries: Entries = {}
+        for part in parts:
+            entries |= part["entries"][image.spec.name]
+        ocdbt = image.layout == "ocdbt"
+        if ocdbt:
+            (home / "_METADATA").unlink()
+            (home / "_sharding").unlink(missing_ok=True)
+            files = [path for path in home.rglob("*") if path.is_file()]
+            entries = {path.relative_to(home).as_posix(): hash_file(path) for path in files}
+        _write(home, "_METADATA", orbax_format.tree_metadata(image.tree, leaves, ocdbt=ocdbt), entries)
+        record = {
+            "format": FORMAT,
+            "item": image.spec.name,
+            "role": image.spec.role,
+            "version": image.spec.version,
+            "digest": image.spec.digest,
+            "layout": image.layout,
+            "tree": image.tree,
+            "leaves": [leaf.as_dict() for leaf in leaves],
+        }
+        _write(home, ITEM_FILE, json.dumps(record).encode(), entries)
+        manifest = {"algorithm": "blake3", "files": dict(sorted(entries.items()))}
+        write_file(home / MANIFEST_FILE, json.dumps(manifest).encode())
+    write_file(staging / "_CHECKPOINT_METADATA", orbax_format.step_metadata(started))
+    flush_tree(staging)
+
+
+def _publish(directory: Path, step: int, staging: Path) -> None:
+    target = directory / str(step)
+    if not target.exists():
+        move(staging, target)
+        return
+    fresh: list[str] = []
+    for name in item_names(staging):
+        if not (target / name).exists():
+            fresh.append(name)
+        elif content_digest(read_item(staging / name)) != content_digest(read_item(target / name)):
+            raise StepRefused(
+                f"step {step} of {directory} holds another {name}: the values differ\n"
+                "Nothing was overwritten; save to a new directory, or delete that step yourself."
+            )
+    for name in fresh:
+        move(staging / name, target / name)

@@ -1,0 +1,90 @@
+"""The few file operations that make a save atomic: write, hash, flush, rename, discard; knows no array and no item."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from blake3 import blake3
+
+from pdlib.errors import StepRefused
+
+STAGING = ".staging-"
+TRASH = ".trash-"
+_PIECE = 16 << 20  # bytes hashed and written at a time: the second pass finds them in cache
+
+
+def write_file(path: Path, data: bytes | memoryview) -> dict[str, object]:
+    """Write a new file, flush it to the disk, and return its manifest entry: `size` and `blake3`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    view = memoryview(data)
+    digest = blake3()
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        for start in range(0, len(view), _PIECE):
+            piece = view[start : start + _PIECE]
+            digest.update(piece)
+            done = 0
+            while done < len(piece):
+                done += os.write(handle, piece[done:])
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return {"size": len(view), "blake3": digest.hexdigest()}
+
+
+def hash_file(path: Path) -> dict[str, object]:
+    """The manifest entry of an existing file."""
+    digest = blake3(max_threads=blake3.AUTO).update_mmap(path)
+    return {"size": path.stat().st_size, "blake3": digest.hexdigest()}
+
+
+def flush_tree(directory: Path) -> None:
+    """Flush every directory below and including this one, so that the names in them survive a power cut."""
+    for folder, _, _ in os.walk(directory):
+        flush_directory(Path(folder))
+
+
+def flush_directory(directory: Path) -> None:
+    """Flush one directory's entries."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def move(source: Path, target: Path) -> None:
+    """Rename a staged directory into place, flushed.
+
+    Raises:
+        StepRefused: the target exists.
+    """
+    if os.path.lexists(target):
+        raise StepRefused(f"{target} exists; nothing was overwritten")
+    source.rename(target)
+    flush_directory(target.parent)
+    if source.parent != target.parent:
+        flush_directory(source.parent)
+
+
+def discard(path: Path, *, home: Path) -> None:
+    """Remove a directory so that no instant shows a part of it: rename it to a hidden name in `home`, then delete."""
+    trash = home / f"{TRASH}{secrets.token_hex(6)}"
+    try:
+        path.rename(trash)
+    except FileNotFoundError:
+        return
+    flush_directory(path.parent)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Delete what killed saves and deletions left; only for who knows that no other process is saving here."""
+    for entry in [*directory.iterdir()] if directory.is_dir() else []:
+        if entry.name.startswith((STAGING, TRASH)):
+            with contextlib.suppress(OSError):
+                shutil.rmtree(entry)

@@ -1,0 +1,153 @@
+"""Says what a run holds, in bytes and leaves, what opening and stripping it would cost; needs no jax."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdlib.errors import NoCheckpoint, PdlibError
+from pdlib.store.stored import KEEP_FILE, StoredItem, StoredLeaf, find_run, item_names, read_item, step_numbers
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step: its whole items, and what is wrong with the others."""
+
+    step: int
+    items: tuple[StoredItem, ...]
+    problems: tuple[str, ...]
+    kept: bool
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """A run as its files describe it; `render` for people, `as_dict` for programs."""
+
+    path: Path
+    steps: tuple[StepReport, ...]
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of the products of all steps."""
+        return sum(item.nbytes for item in self._all("product"))
+
+    @property
+    def process_bytes(self) -> int:
+        """Bytes of the processes of all steps: what keeping the products alone would free."""
+        return sum(item.nbytes for item in self._all("process"))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON-ready values."""
+        return {
+            "run": str(self.path),
+            "product_bytes": self.product_bytes,
+            "process_bytes": self.process_bytes,
+            "steps": [
+                {
+                    "step": step.step,
+                    "kept": step.kept,
+                    "problems": list(step.problems),
+                    "items": [_item_dict(item) for item in step.items],
+                }
+                for step in self.steps
+            ],
+        }
+
+    def render(self) -> str:
+        """The report as text: a line a step, and the newest step's leaves."""
+        lines = [f"{self.path}: {len(self.steps)} steps"]
+        for step in self.steps:
+            held = ", ".join(f"{item.name} {size(item.nbytes)}" for item in step.items) or "no whole item"
+            lines.append(f"  step {step.step:<9} {held}{'  (kept)' if step.kept else ''}")
+            lines += [f"    {problem}" for problem in step.problems]
+        for item in self.steps[-1].items if self.steps else ():
+            lines.append(f"\nstep {self.steps[-1].step}, {item.name} v{item.version} ({item.role}), {item.layout}:")
+            width = max((len("/".join(leaf.path)) for leaf in item.leaves), default=0)
+            lines += [f"  {'/'.join(leaf.path):<{width}}  {_leaf_text(item, leaf)}" for leaf in item.leaves]
+        lines.append(f"\nopening   {self._opening()}")
+        lines.append(f"stripping would keep {size(self.product_bytes)} of products and free {size(self.process_bytes)}")
+        return "\n".join(lines)
+
+    def _opening(self) -> str:
+        products = [item for step in self.steps for item in step.items if item.role == "product"]
+        if not products:
+            return "there is no product"
+        leaves = products[-1].leaves
+        mapped = sum(leaf_bytes(products[-1], leaf) for leaf in leaves if _is_mapped(leaf))
+        read = sum(leaf_bytes(products[-1], leaf) for leaf in leaves if not _is_mapped(leaf))
+        return f"the newest product maps {size(mapped)} without a copy and reads {size(read)}"
+
+    def _all(self, role: str) -> list[StoredItem]:
+        return [item for step in self.steps for item in step.items if item.role == role]
+
+
+def describe_run(path: str | Path) -> RunReport:
+    """Report what a run directory holds; damaged steps are reported, not refused.
+
+    Raises:
+        NotARun: the path is no run; names the right one where it can.
+        NoCheckpoint: the run has no step yet.
+    """
+    run = find_run(Path(path))
+    steps = step_numbers(run / "ckpts")
+    if not steps:
+        raise NoCheckpoint(f"{run} holds no step yet; let it train to its first save")
+    return RunReport(run, tuple(_step(run / "ckpts", step) for step in steps))
+
+
+def leaf_bytes(item: StoredItem, leaf: StoredLeaf) -> int:
+    """Bytes of one leaf's array; of its files where they are its own."""
+    if leaf.chunks is not None:
+        return sum(item.files[file]["size"] for file, _ in leaf.files())
+    from pdlib.store.mapped import numpy_dtype
+
+    return math.prod(leaf.stored_shape) * numpy_dtype(leaf.stored_dtype).itemsize
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people, in decimal units."""
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1000
+    return f"{value:.2f} TB"
+
+
+def _step(ckpts: Path, step: int) -> StepReport:
+    items: list[StoredItem] = []
+    problems: list[str] = []
+    for name in item_names(ckpts / str(step)):
+        try:
+            item = read_item(ckpts / str(step) / name)
+            item.check_whole()
+            items.append(item)
+        except PdlibError as error:
+            problems.append(str(error).splitlines()[0])
+    return StepReport(step, tuple(items), tuple(problems), (ckpts / str(step) / KEEP_FILE).exists())
+
+
+def _is_mapped(leaf: StoredLeaf) -> bool:
+    return leaf.chunks is not None and math.prod(leaf.grid) == 1
+
+
+def _item_dict(item: StoredItem) -> dict[str, Any]:
+    return {
+        "item": item.name,
+        "version": item.version,
+        "role": item.role,
+        "layout": item.layout,
+        "bytes": item.nbytes,
+        "leaves": [
+            {"path": list(leaf.path), "shape": list(leaf.shape), "dtype": leaf.dtype, "bytes": leaf_bytes(item, leaf)}
+            for leaf in item.leaves
+        ],
+    }
+
+
+def _leaf_text(item: StoredItem, leaf: StoredLeaf) -> str:
+    shape = f"[{', '.join(map(str, leaf.shape))}]"
+    files = "" if leaf.chunks is None else f"  {len(list(leaf.files()))} files" if not _is_mapped(leaf) else ""
+    return f"{leaf.dtype}{shape}  {size(leaf_bytes(item, leaf))}{files}"

@@ -1,0 +1,118 @@
+"""Orbax's side of an item: its metadata, and OCDBT items, written by orbax and read by TensorStore."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pdlib.errors import TornStep
+from pdlib.store.snapshot import ZARR_NAMES
+from pdlib.store.stored import StoredItem, StoredLeaf
+from pdlib.tree import Skeleton
+
+_SEQUENCE, _MAPPING = 1, 2  # orbax's key types
+_EMPTY = {"dict": "Dict", "list": "List", "tuple": "Tuple", "none": "None", "namedtuple": "None", "object": "None"}
+
+
+def zarray(leaf: StoredLeaf) -> bytes:
+    """The `.zarray` of a raw leaf: zarr v2, C order, no compression, no filter, no fill value."""
+    record = {
+        "zarr_format": 2,
+        "shape": leaf.stored_shape,
+        "chunks": leaf.chunks,
+        "dtype": ZARR_NAMES[leaf.stored_dtype],
+        "compressor": None,
+        "filters": None,
+        "fill_value": None,
+        "order": "C",
+        "dimension_separator": ".",
+    }
+    return json.dumps(record).encode()
+
+
+def tree_metadata(tree: Skeleton, leaves: Sequence[StoredLeaf], *, ocdbt: bool) -> bytes:
+    """Orbax's `_METADATA` of an item.
+
+    Every leaf is declared a NumPy array, so that stock orbax restores it without a template on any machine; with a
+    template it restores JAX arrays as the template says. Leaves without elements, which orbax refuses, read as None.
+    """
+    entries: dict[str, Any] = {}
+
+    def visit(node: Skeleton, keys: list[tuple[str, int]]) -> None:
+        if "leaf" in node:
+            empty = leaves[node["leaf"]].is_empty
+            add(keys, {"value_type": "None" if empty else "np.ndarray", "skip_deserialize": empty})
+            return
+        if not node["children"] and keys:
+            add(keys, {"value_type": _EMPTY[node["kind"]], "skip_deserialize": True})
+        kind = _SEQUENCE if node["kind"] in ("list", "tuple") else _MAPPING
+        for key, child in zip(node["keys"], node["children"], strict=True):
+            visit(child, [*keys, (str(key), kind)])
+
+    def add(keys: list[tuple[str, int]], value: dict[str, Any]) -> None:
+        entries[str(tuple(key for key, _ in keys))] = {
+            "key_metadata": [{"key": key, "key_type": kind} for key, kind in keys],
+            "value_metadata": value,
+        }
+
+    visit(tree if "leaf" not in tree else {"kind": "dict", "keys": ["value"], "children": [tree]}, [])
+    record = {
+        "tree_metadata": entries,
+        "use_ocdbt": ocdbt,
+        "use_zarr3": False,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    return json.dumps(record).encode()
+
+
+def step_metadata(started: float) -> bytes:
+    """Orbax's `_CHECKPOINT_METADATA` of a step, pinning no handler; `started` in seconds since the epoch."""
+    record = {
+        "item_handlers": {},
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": int(started * 1e9),
+        "commit_timestamp_nsecs": time.time_ns(),
+        "custom_metadata": {},
+    }
+    return json.dumps(record).encode()
+
+
+def write_ocdbt(directory: Path, arrays: dict[str, Any]) -> None:
+    """Write leaves by stored name as an OCDBT item, through orbax, from every process; its metadata is ours to replace.
+
+    Args:
+        directory: to be made.
+        arrays: stored name → array of JAX or NumPy with at least one element.
+    """
+    import orbax.checkpoint as ocp
+
+    args = jax.tree.map(lambda leaf: ocp.SaveArgs(dtype=leaf.dtype), arrays)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True)) as checkpointer:
+        checkpointer.save(directory.absolute(), args=ocp.args.PyTreeSave(arrays, save_args=args))
+
+
+def tensorstore_leaf(item: StoredItem, leaf: StoredLeaf) -> Any:
+    """A leaf of an OCDBT item as an open `tensorstore.TensorStore`, whose parts can be read by index."""
+    import tensorstore as ts
+
+    base = {"driver": "file", "path": f"{item.directory.absolute()}/"}
+    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{leaf.name}/"}}
+    try:
+        return ts.open(spec, open=True, read=True, context=_context()).result()
+    except ValueError as error:
+        raise TornStep(f"{item.directory}: leaf {leaf.name} cannot be read; open an earlier step\n{error}") from error
+
+
+@cache
+def _context() -> Any:
+    import tensorstore as ts
+
+    return ts.Context({"cache_pool": {"total_bytes_limit": 0}})

@@ -1,0 +1,261 @@
+"""Reads what a step directory says of itself: items, leaves, files; needs neither jax nor orbax, and never writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pdlib.errors import ForeignLayout, NoCheckpoint, NotARun, TornStep
+
+ITEM_FILE = "pdlib.json"
+MANIFEST_FILE = "manifest.json"
+KEEP_FILE = "keep"
+FORMAT = 1
+
+Keys = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StoredLeaf:
+    """One leaf as an item's `pdlib.json` records it.
+
+    Attributes:
+        path: its keys.
+        name: the name that orbax knows it by, and its directory in a raw item.
+        shape: of the array as its user sees it.
+        dtype: as its user sees it; `key<impl>` for typed PRNG keys.
+        stored_shape: of the array in the file (key data has one dimension more).
+        stored_dtype: of the array in the file (dtypes without a zarr name are kept as their bytes).
+        chunks: the shape of each file of a raw leaf; None in an OCDBT item.
+        python: `bool`, `int` or `float` where the leaf was a Python number.
+    """
+
+    path: Keys
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    stored_shape: tuple[int, ...]
+    stored_dtype: str
+    chunks: tuple[int, ...] | None
+    python: str | None = None
+
+    @property
+    def key_impl(self) -> str | None:
+        """The implementation of a typed PRNG key, None for other leaves."""
+        return self.dtype[4:-1] if self.dtype.startswith("key<") else None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the leaf has no element: it has no file then."""
+        return 0 in self.stored_shape
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The number of files along each dimension of a raw leaf."""
+        assert self.chunks is not None
+        return tuple(size // max(chunk, 1) for size, chunk in zip(self.stored_shape, self.chunks, strict=True))
+
+    def files(self) -> Iterator[tuple[str, tuple[slice, ...]]]:
+        """Each file of a raw leaf, relative to the item, and the part of the array that it holds."""
+        if self.is_empty or self.chunks is None:
+            return
+        for place in product(*map(range, self.grid)):
+            index = tuple(slice(i * n, (i + 1) * n) for i, n in zip(place, self.chunks, strict=True))
+            yield chunk_file(self.name, place), index
+
+    def as_dict(self) -> dict[str, Any]:
+        """The leaf as `pdlib.json` holds it."""
+        return {field: _plain(getattr(self, field)) for field in self.__dataclass_fields__}
+
+    @staticmethod
+    def from_dict(record: Mapping[str, Any]) -> StoredLeaf:
+        """The inverse of `as_dict`."""
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
+        return StoredLeaf(**fields)
+
+
+def chunk_file(name: str, place: Sequence[int]) -> str:
+    """The zarr file of one chunk of a leaf, relative to the item."""
+    return f"{name}/{'.'.join(map(str, place)) or '0'}"
+
+
+@dataclass(frozen=True)
+class StoredItem:
+    """One item of a step, known from its `pdlib.json` alone."""
+
+    directory: Path
+    name: str
+    role: str
+    version: int
+    digest: str
+    layout: str
+    tree: dict[str, Any]
+    leaves: tuple[StoredLeaf, ...]
+
+    @cached_property
+    def files(self) -> dict[str, dict[str, Any]]:
+        """The manifest: file, relative to the item → `size` in bytes and `blake3`.
+
+        Raises:
+            TornStep: the manifest is missing or no manifest.
+        """
+        return dict(_read_json(self.directory / MANIFEST_FILE)["files"])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files that the manifest names."""
+        return sum(entry["size"] for entry in self.files.values())
+
+    @cached_property
+    def by_path(self) -> dict[Keys, StoredLeaf]:
+        """The leaves by their keys."""
+        return {leaf.path: leaf for leaf in self.leaves}
+
+    def check_whole(self) -> None:
+        """Compare the size of each file with the manifest; reads no content.
+
+        Raises:
+            TornStep: a file is missing or has another size; lists each.
+        """
+        problems: list[str] = []
+        for file, entry in self.files.items():
+            try:
+                size = (self.directory / file).stat().st_size
+            except OSError:
+                problems.append(f"{file} is missing")
+                continue
+            if size != entry["size"]:
+                problems.append(f"{file} has {size} bytes, want {entry['size']}")
+        unnamed = {f for leaf in self.leaves for f, _ in leaf.files()} - self.files.keys()
+        problems += [f"{file} is not in the manifest" for file in sorted(unnamed)]
+        if problems:
+            raise TornStep(
+                f"{self.directory} is not whole: {'; '.join(problems[:8])}{' …' if len(problems) > 8 else ''}\n"
+                "Restore the files from a copy, or open an earlier step."
+            )
+
+
+def read_item(directory: Path) -> StoredItem:
+    """Read an item's description.
+
+    Raises:
+        NoCheckpoint: there is no such item.
+        ForeignLayout: the item was written by another program, or by a newer pdlib.
+        TornStep: its description is unreadable.
+    """
+    path = directory / ITEM_FILE
+    if not path.exists():
+        if not directory.is_dir():
+            raise NoCheckpoint(
+                f"{directory.parent} holds no item {directory.name!r}; it holds {_listing(directory.parent)}"
+            )
+        if (directory / MANIFEST_FILE).exists():
+            raise TornStep(f"{directory}: {ITEM_FILE} is missing; restore it from a copy, or open an earlier step")
+        raise ForeignLayout(
+            f"{directory} was not written by pdlib: it has no {ITEM_FILE}\n"
+            "Open it with the program that wrote it, for example orbax.checkpoint.PyTreeCheckpointer().restore(…)."
+        )
+    record = _read_json(path)
+    if record.get("format") != FORMAT:
+        raise ForeignLayout(f"{path}: format {record.get('format')!r}, this pdlib reads {FORMAT}; use a newer pdlib")
+    try:
+        return StoredItem(
+            directory=directory,
+            name=record["item"],
+            role=record["role"],
+            version=record["version"],
+            digest=record["digest"],
+            layout=record["layout"],
+            tree=record["tree"],
+            leaves=tuple(StoredLeaf.from_dict(leaf) for leaf in record["leaves"]),
+        )
+    except (KeyError, TypeError) as error:
+        raise TornStep(f"{path} is not a whole item description ({error!r}); open an earlier step") from error
+
+
+def step_numbers(directory: Path) -> list[int]:
+    """The numbers of the committed step directories, ascending; anything with another name is not a step."""
+    try:
+        names = [entry.name for entry in directory.iterdir() if entry.is_dir()]
+    except FileNotFoundError:
+        return []
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit() and str(int(name)) == name)
+
+
+def item_names(step: Path) -> list[str]:
+    """The items of one step, ascending by name; staging and trash are no items."""
+    if not step.is_dir():
+        return []
+    return sorted(e.name for e in step.iterdir() if e.is_dir() and not e.name.startswith("."))
+
+
+def check_directory(directory: Path) -> None:
+    """Tell a directory of steps from its neighbours.
+
+    Raises:
+        NotARun: the path is missing, no directory, or one level too deep or too shallow; names the right one.
+    """
+    if not directory.exists():
+        near = [e.name for e in directory.parent.iterdir()] if directory.parent.is_dir() else []
+        raise NotARun(f"{directory} does not exist{_near(directory.name, near)}")
+    if not directory.is_dir():
+        raise NotARun(f"{directory} is a file, not a directory of steps")
+    if step_numbers(directory):
+        return
+    if (directory / ITEM_FILE).exists():
+        raise NotARun(f"{directory} is one item of a step, two levels too deep; open {directory.parent.parent}")
+    if any((directory / name / ITEM_FILE).exists() for name in item_names(directory)):
+        raise NotARun(f"{directory} is one step, a level too deep; open {directory.parent}")
+    if step_numbers(directory / "ckpts"):
+        raise NotARun(f"{directory} is a run, a level too shallow; open {directory / 'ckpts'}")
+
+
+def find_run(path: Path) -> Path:
+    """The run directory at `path`.
+
+    Raises:
+        NotARun: it is missing, or one level too deep or too shallow; names the right one.
+    """
+    if (path / "ckpts").is_dir():
+        return path
+    if not path.exists():
+        near = [e.name for e in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise NotARun(f"{path} does not exist{_near(path.name, near)}")
+    for up in (path, *path.parents[:3]):
+        if up.name == "ckpts" and step_numbers(up):
+            raise NotARun(f"{path} lies inside a run; open {up.parent}")
+    runs = sorted(e.name for e in path.iterdir() if (e / "ckpts").is_dir()) if path.is_dir() else []
+    if runs:
+        raise NotARun(f"{path} holds runs, it is none itself; open one of them: {', '.join(runs[:8])}")
+    if path.is_dir() and step_numbers(path):
+        raise NotARun(f"{path} holds steps outside a run; open them with pdlib.Manager, or move them to RUN/ckpts")
+    raise NotARun(f"{path} is no run: it has no folder ckpts")
+
+
+def _near(name: str, names: list[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else "; check the path"
+
+
+def _listing(step: Path) -> str:
+    return ", ".join(item_names(step)) or "nothing"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise TornStep(f"{path} is missing; restore it from a copy, or open an earlier step") from error
+    except ValueError as error:
+        raise TornStep(f"{path} is unreadable ({error}); restore it from a copy, or open an earlier step") from error
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

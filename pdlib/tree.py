@@ -74,7 +74,7 @@ def unflatten(skeleton: Skeleton, leaves: Sequence[Any]) -> Any:
 
 
 def select(skeleton: Skeleton, wanted: Callable[[int], bool]) -> Skeleton | None:
-    """The part of a skeleton whose leaves are wanted, None where nothing is left; lost entries of a sequence are None."""
+    """The part of a skeleton whose leaves are wanted, None where none is left; lost entries of a sequence are None."""
     if "leaf" in skeleton:
         return skeleton if wanted(skeleton["leaf"]) else None
     parts = [select(child, wanted) for child in skeleton["children"]]

@@ -225,7 +225,7 @@ class Manager:
         return stored
 
     def verify(self, step: int, *, items: tuple[str, ...] = ()) -> Verification:
-        """Compare every byte of a step, or of some of its items, with what was written; reports missing evidence too."""
+        """Compare every byte of a step, or of some of its items, with what was written, missing evidence included."""
         found = Verification()
         for name in items or self.items(step):
             try:

@@ -76,7 +76,7 @@ def commit(directory: Path, step: int, items: Sequence[ItemImage], token: str) -
         raise outcome
     if outcome is not None:
         raise SaveFailed(
-            f"step {step} was not saved to {directory}: {outcome}\nNothing was committed; mend the cause and save again."
+            f"step {step} was not saved to {directory}: {outcome}\nNothing was committed: mend the cause, save again."
         ) from outcome
 
 

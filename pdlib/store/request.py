@@ -45,7 +45,7 @@ def match_request(registry: Registry, stored: StoredItem, template: Any, *, step
     problems += [f"{show(leaf.path)}  is stored, but not asked for" for leaf in stored.leaves if leaf.path not in asked]
     if problems:
         raise SpecMismatch(
-            f"restore of {stored.name} v{stored.version}, step {step}: {len(problems)} leaves differ from what is stored",
+            f"restore of {stored.name} v{stored.version}, step {step}: {len(problems)} leaves differ from the stored",
             problems,
             hint="Ask for what is stored (Manager.describe lists it), or restore_to_host, which needs no template.",
         )

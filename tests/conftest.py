@@ -9,7 +9,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 
 import jaxtyping  # noqa: E402
 
-_HOOK = jaxtyping.install_import_hook("pdlib", "beartype.beartype")
+_HOOK = jaxtyping.install_import_hook(["pdlib.method", "pdlib.targets"], "beartype.beartype")
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

@@ -32,7 +32,7 @@ def make_array(item: StoredItem, leaf: StoredLeaf, sharding: Any, *, own: bool) 
     target = sharding.sharding if hasattr(sharding, "layout") else sharding
     data_sharding = _key_data_sharding(target) if leaf.key_impl else target
 
-    def part(index: tuple[slice, ...] | None) -> np.ndarray[Any, Any]:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
         places = zip(index or (), leaf.stored_shape, strict=True)
         return map_region(item, leaf, tuple(slice(*s.indices(size)[:2]) for s, size in places))
 

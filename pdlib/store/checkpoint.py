@@ -24,6 +24,7 @@ from pdlib.store.arrays import default_sharding, make_array, python_number
 from pdlib.store.commit import ItemImage, commit
 from pdlib.store.digest import Verification, content_digest, verify_item
 from pdlib.store.mapped import map_leaf, read_leaves
+from pdlib.store.orbax_format import for_orbax
 from pdlib.store.request import Wanted, match_request
 from pdlib.store.retention import Retention, evictions
 from pdlib.store.snapshot import snapshot
@@ -335,7 +336,7 @@ class Manager:
         leaves = [snapshot(name, keys, stored, leaf, own=own) for keys, stored, leaf in taken]
         arrays: dict[str, Any] = {}
         if self.layout == "ocdbt":
-            leaves, arrays = _for_orbax(leaves, flat.leaves, own=own)
+            leaves, arrays = for_orbax(leaves, flat.leaves, own=own)
         return ItemImage(self.registry[name], flat.skeleton, leaves, self.layout, arrays)
 
     def _write(self, step: int, images: list[ItemImage], token: str) -> None:
@@ -365,26 +366,6 @@ class Manager:
 def _assemble(stored: StoredItem, found: Mapping[int, Any]) -> Any:
     tree = stored.tree if len(found) == len(stored.leaves) else select(stored.tree, found.__contains__)
     return {} if tree is None else unflatten(tree, [found.get(i) for i in range(len(stored.leaves))])
-
-
-def _for_orbax(leaves: list[Any], arrays: list[Any], *, own: bool) -> tuple[list[Any], dict[str, Any]]:
-    """Leaves for an OCDBT item: no files of their own, and the arrays that orbax writes."""
-    given: dict[str, Any] = {}
-    for (leaf, files_), array in zip(leaves, arrays, strict=True):
-        if leaf.is_empty:
-            continue
-        data = jax.random.key_data(array) if leaf.key_impl else array
-        if (leaf.stored_dtype != leaf.dtype and not leaf.key_impl) or not isinstance(data, jax.Array):
-            data = files_[0][1].view(leaf.stored_dtype).reshape(leaf.stored_shape)
-        given[leaf.name] = jnp.copy(data) if own and isinstance(data, jax.Array) else data
-    bare = [one._replace(leaf=_without_chunks(one.leaf), files=[]) for one in leaves]
-    return bare, given
-
-
-def _without_chunks(leaf: StoredLeaf) -> StoredLeaf:
-    from dataclasses import replace
-
-    return replace(leaf, chunks=None)
 
 
 def _step_number(step: Any) -> int:

@@ -85,7 +85,7 @@ def _write_items(staging: Path, items: Sequence[ItemImage]) -> dict[str, Entries
     tasks: list[Callable[[], Any]] = []
     for image in items:
         home, found = staging / image.spec.name, entries[image.spec.name]
-        if image.layout == "ocdbt":
+        if image.arrays:
             orbax_format.write_ocdbt(home, image.arrays)
             continue
         home.mkdir(exist_ok=True)
@@ -138,7 +138,7 @@ def _finish(staging: Path, items: Sequence[ItemImage], parts: list[dict[str, Any
             entries |= part["entries"][image.spec.name]
         ocdbt = image.layout == "ocdbt"
         if ocdbt:
-            (home / "_METADATA").unlink()
+            (home / "_METADATA").unlink(missing_ok=True)
             (home / "_sharding").unlink(missing_ok=True)
             files = [path for path in home.rglob("*") if path.is_file()]
             entries = {path.relative_to(home).as_posix(): hash_file(path) for path in files}

@@ -31,7 +31,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def map_leaf(item: StoredItem, leaf: StoredLeaf) -> np.ndarray[Any, Any]:
+def map_leaf(item: StoredItem, leaf: StoredLeaf) -> np.ndarray:
     """A leaf as a read-only array: mapped if it is one raw file, read into an owned array otherwise.
 
     Raises:
@@ -40,7 +40,7 @@ def map_leaf(item: StoredItem, leaf: StoredLeaf) -> np.ndarray[Any, Any]:
     return map_region(item, leaf, tuple(slice(0, size) for size in leaf.stored_shape))
 
 
-def map_region(item: StoredItem, leaf: StoredLeaf, index: Index) -> np.ndarray[Any, Any]:
+def map_region(item: StoredItem, leaf: StoredLeaf, index: Index) -> np.ndarray:
     """A part of a leaf, read-only: a view of the mapping if one file holds all of it, owned otherwise."""
     parts = _overlaps(leaf, index)
     if len(parts) == 1:
@@ -53,14 +53,14 @@ def map_region(item: StoredItem, leaf: StoredLeaf, index: Index) -> np.ndarray[A
     return region
 
 
-def read_region(item: StoredItem, leaf: StoredLeaf, index: Index) -> np.ndarray[Any, Any]:
+def read_region(item: StoredItem, leaf: StoredLeaf, index: Index) -> np.ndarray:
     """A part of a leaf as an owned, writable, page-aligned array, read in parallel."""
     region = aligned_empty(tuple(s.stop - s.start for s in index), numpy_dtype(leaf.stored_dtype))
     run_parallel(_read_tasks(item, leaf, index, region))
     return _view(leaf, region)
 
 
-def read_leaves(item: StoredItem, leaves: Sequence[StoredLeaf]) -> list[np.ndarray[Any, Any]]:
+def read_leaves(item: StoredItem, leaves: Sequence[StoredLeaf]) -> list[np.ndarray]:
     """Whole leaves as owned, writable arrays, all of their files read in one parallel sweep."""
     arrays = [aligned_empty(leaf.stored_shape, numpy_dtype(leaf.stored_dtype)) for leaf in leaves]
     whole = [tuple(slice(0, size) for size in leaf.stored_shape) for leaf in leaves]
@@ -73,7 +73,7 @@ def read_leaves(item: StoredItem, leaves: Sequence[StoredLeaf]) -> list[np.ndarr
     return [_view(leaf, array) for leaf, array in zip(leaves, arrays, strict=True)]
 
 
-def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
     """An uninitialised C-order array that begins on a page, as JAX wants for taking it without a copy."""
     nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     buffer = np.empty(nbytes + _ALIGN, np.uint8)
@@ -81,7 +81,7 @@ def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any,
     return buffer[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
+def as_bytes(array: np.ndarray) -> memoryview:
     """The bytes of a C-order array, without a copy."""
     return array.reshape(-1).view(np.uint8).data
 
@@ -110,9 +110,7 @@ def _overlaps(leaf: StoredLeaf, index: Index) -> list[tuple[str, Index, Index]]:
     return result
 
 
-def _read_tasks(
-    item: StoredItem, leaf: StoredLeaf, index: Index, region: np.ndarray[Any, Any]
-) -> Iterable[Callable[[], None]]:
+def _read_tasks(item: StoredItem, leaf: StoredLeaf, index: Index, region: np.ndarray) -> Iterable[Callable[[], None]]:
     if leaf.chunks is None and region.size:
         yield _tensorstore_reader(item, leaf, index, region)
     for file, inside, target in _overlaps(leaf, index):
@@ -147,18 +145,14 @@ def _reader(path: Path, start: int, into: memoryview) -> Callable[[], None]:
     return read
 
 
-def _copier(
-    item: StoredItem, leaf: StoredLeaf, file: str, inside: Index, part: np.ndarray[Any, Any]
-) -> Callable[[], None]:
+def _copier(item: StoredItem, leaf: StoredLeaf, file: str, inside: Index, part: np.ndarray) -> Callable[[], None]:
     def copy() -> None:
         np.copyto(part, _map(item, leaf, file)[(*inside, ...)])
 
     return copy
 
 
-def _tensorstore_reader(
-    item: StoredItem, leaf: StoredLeaf, index: Index, region: np.ndarray[Any, Any]
-) -> Callable[[], None]:
+def _tensorstore_reader(item: StoredItem, leaf: StoredLeaf, index: Index, region: np.ndarray) -> Callable[[], None]:
     def read() -> None:
         from pdlib.store.orbax_format import tensorstore_leaf
 
@@ -172,7 +166,7 @@ def _tensorstore_reader(
     return read
 
 
-def _map(item: StoredItem, leaf: StoredLeaf, file: str) -> np.ndarray[Any, Any]:
+def _map(item: StoredItem, leaf: StoredLeaf, file: str) -> np.ndarray:
     path = item.directory / file
     dtype, shape = numpy_dtype(leaf.stored_dtype), leaf.chunks or ()
     want = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -184,7 +178,7 @@ def _map(item: StoredItem, leaf: StoredLeaf, file: str) -> np.ndarray[Any, Any]:
         raise TornStep(f"{path} cannot be read ({error.strerror}); open an earlier step") from error
 
 
-def _view(leaf: StoredLeaf, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _view(leaf: StoredLeaf, array: np.ndarray) -> np.ndarray:
     """Stored bytes under the dtype that the user saved; key data stays what it is."""
     if leaf.key_impl is not None or leaf.dtype == leaf.stored_dtype:
         return array

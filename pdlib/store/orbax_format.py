@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from pdlib.errors import TornStep
-from pdlib.store.snapshot import ZARR_NAMES
+from pdlib.store.mapped import numpy_dtype
+from pdlib.store.snapshot import ZARR_NAMES, Snapshot
 from pdlib.store.stored import StoredItem, StoredLeaf
 from pdlib.tree import Skeleton
 
@@ -83,6 +87,31 @@ def step_metadata(started: float) -> bytes:
         "custom_metadata": {},
     }
     return json.dumps(record).encode()
+
+
+def for_orbax(
+    snapshots: Sequence[Snapshot], arrays: Sequence[Any], *, own: bool
+) -> tuple[list[Snapshot], dict[str, Any]]:
+    """Leaves for an OCDBT item: their records without files, and by stored name the arrays that orbax writes.
+
+    Args:
+        snapshots: of the leaves.
+        arrays: the leaves themselves, in the same order.
+        own: copy what may be donated or edited before it is written.
+    """
+    given: dict[str, Any] = {}
+    for (leaf, _), array in zip(snapshots, arrays, strict=True):
+        if leaf.is_empty:
+            continue
+        data = jax.random.key_data(array) if leaf.key_impl else array
+        if not leaf.key_impl and leaf.stored_dtype != leaf.dtype:
+            # Unsigned integers of less than a byte keep their value in a byte; shards stay where they are.
+            data = data.astype("uint8") if isinstance(data, jax.Array) else data.view("uint8")
+        if not isinstance(data, jax.Array):
+            data = np.array(data, dtype=numpy_dtype(leaf.stored_dtype))
+        given[leaf.name] = jnp.copy(data) if own and isinstance(data, jax.Array) else data
+    bare = [Snapshot(replace(one.leaf, chunks=None), []) for one in snapshots]
+    return bare, given
 
 
 def write_ocdbt(directory: Path, arrays: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ class Snapshot(NamedTuple):
     """One leaf at the moment of a save: what to record of it, and those of its files that this process writes."""
 
     leaf: StoredLeaf
-    files: list[tuple[str, np.ndarray[Any, Any]]]
+    files: list[tuple[str, np.ndarray]]
 
 
 def snapshot(item: str, keys: Keys, name: str, leaf: Any, *, own: bool) -> Snapshot:
@@ -62,7 +62,7 @@ def snapshot(item: str, keys: Keys, name: str, leaf: Any, *, own: bool) -> Snaps
     return Snapshot(record, files)
 
 
-def _plain(item: str, keys: Keys, leaf: Any) -> np.ndarray[Any, Any]:
+def _plain(item: str, keys: Keys, leaf: Any) -> np.ndarray:
     try:
         array = np.asarray(leaf, dtype=np.int64 if type(leaf) is int else None)
     except OverflowError as error:
@@ -94,6 +94,6 @@ def _is_grid(leaf: jax.Array, shape: Sequence[int]) -> bool:
     return all((s.start or 0) % n == 0 for d in leaf.addressable_shards for s, n in zip(d.index, shape, strict=True))
 
 
-def _bytes_of(data: Any, *, own: bool) -> np.ndarray[Any, Any]:
+def _bytes_of(data: Any, *, own: bool) -> np.ndarray:
     array = np.array(data, order="C") if own else np.ascontiguousarray(data)
     return array.reshape(-1).view(np.uint8)

@@ -197,8 +197,8 @@ def _unusable(name: str) -> str | None:
             return f"its name {name!r} has an empty or dotted path part, which is no file name"
         if len(part.encode("utf-8", "surrogatepass")) > _LONGEST_NAME:
             return f"its name has a part longer than {_LONGEST_NAME} bytes, which is no file name"
-    if "\0" in name:
-        return f"its name {name!r} has a NUL, which is no file name"
+    if "\0" in name or "\\" in name:
+        return f"its name {name!r} has a NUL or a backslash, which orbax cannot have in a file name"
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:

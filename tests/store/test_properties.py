@@ -172,7 +172,7 @@ def test_haiku_parameters_and_optax_states_come_back_in_their_classes(data):
             optax.inject_hyperparams(optax.adam)(1e-3),
         ])
     )  # fmt: skip
-    opt_state = optimizer.init(dict(params))
+    opt_state = optimizer.init(hk.data_structures.to_mutable_dict(params))
     chex.assert_tree_all_finite(params)
     check_round_trip(ANY, {"anything": {"params": params, "opt_state": opt_state}})
 

@@ -1,0 +1,33 @@
+"""Figures of a decomposition, drawn without a display; computes nothing but the order of columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from pdlib.method.truth import permute_to_identity
+
+
+def permuted_importance(importance: Mapping[str, Any], path: Path) -> None:
+    """Draw each site's lower importance `[features, C]`, its columns matched to the features.
+
+    Args:
+        importance: site → values in [0, 1].
+        path: the PNG to write; its folder is made.
+    """
+    figure = Figure(figsize=(1 + 4 * len(importance), 3), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(importance), squeeze=False)[0]
+    for axis, (site, values) in zip(axes, importance.items(), strict=True):
+        image = axis.imshow(permute_to_identity(np.asarray(values)), vmin=0, vmax=1, cmap="Blues", aspect="auto")
+        axis.set(title=site, xlabel="component (permuted)", ylabel="active feature")
+    figure.colorbar(image, ax=axes, label="causal importance")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial.png")
+    figure.savefig(partial, dpi=120)
+    partial.replace(path)

@@ -1,6 +1,6 @@
 """The command line; the one room that prints. Each command imports what it needs when it runs.
 
-Exit codes: 0 done, 1 refused with a reason, 2 wrong usage, 3 stopped by a signal before the end (run again to continue).
+Exit codes: 0 done, 1 refused with a reason, 2 wrong usage, 3 stopped by a signal (run again to continue).
 """
 
 from __future__ import annotations

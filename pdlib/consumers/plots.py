@@ -23,6 +23,7 @@ def permuted_importance(importance: Mapping[str, Any], path: Path) -> None:
     figure = Figure(figsize=(1 + 4 * len(importance), 3), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(importance), squeeze=False)[0]
+    image: Any = None
     for axis, (site, values) in zip(axes, importance.items(), strict=True):
         image = axis.imshow(permute_to_identity(np.asarray(values)), vmin=0, vmax=1, cmap="Blues", aspect="auto")
         axis.set(title=site, xlabel="component (permuted)", ylabel="active feature")

@@ -16,6 +16,6 @@ def spread_factors(key: Any, W: Float[Array, "d_in d_out"], C: int) -> Factors:
 
     Needs `C ≥ d_in`, where `V U = W` up to rounding; it makes a faithfulness warm-up needless.
     """
-    V = jax.random.normal(key, (W.shape[0], C), jnp.float32)
-    V = V / jnp.linalg.norm(V, axis=0, keepdims=True)
+    columns = jax.random.normal(key, (W.shape[0], C), jnp.float32)
+    V = columns / jnp.linalg.norm(columns, axis=0, keepdims=True)
     return Factors(V, V.T @ jnp.linalg.solve(V @ V.T, W))

@@ -93,10 +93,10 @@ def total_loss(
             {site: upper_squash(x) for site, x in logits.items()}, power=coefficients.minimality_power
         ),
         "stochastic": reconstruct("stochastic", list(lower)),
-        "stochastic_layerwise": sum(alone, jnp.float32(0)) / len(alone),
+        "stochastic_layerwise": jnp.mean(jnp.stack(alone)),
     }
     scale = coefficients._asdict() | {"minimality": coefficients.minimality(step)}
-    total = sum((scale[name] * value for name, value in terms.items()), jnp.float32(0))
+    total = jnp.sum(jnp.stack([scale[name] * value for name, value in terms.items()]))
     active = {f"l0/{site}": jnp.mean(jnp.sum(g > 0, axis=-1, dtype=jnp.float32)) for site, g in lower.items()}
     return total, {"total": total, **terms, **active}
 
@@ -104,7 +104,7 @@ def total_loss(
 def make_step(
     model: Model, importance: ImportanceFn, coefficients: Coefficients, optimizers: Optimizers, key: Any
 ) -> Callable[[TrainState], tuple[TrainState, Metrics]]:
-    """The update as a function of the state alone: its batch and its draws are functions of `key` and `state.training.step`."""
+    """The update as a function of the state alone: batch and draws are functions of `key` and the state's step."""
 
     def step(state: TrainState) -> tuple[TrainState, Metrics]:
         product, process = state

@@ -15,7 +15,7 @@ class Recovery(NamedTuple):
     """How well the components of a linear site stand for its input features.
 
     Attributes:
-        mmcs: mean over features of the largest cosine between a component's part and the weight column (SPD, 2506.20790).
+        mmcs: mean over features of the largest cosine of a component's part and the weight row (SPD, 2506.20790).
         ml2r: mean over features of the norm ratio of that component's part and the column.
         recovered: features whose cosine is at least 0.99 and norm ratio within 10 %.
     """
@@ -28,13 +28,13 @@ class Recovery(NamedTuple):
 def recovery(W: Float[np.ndarray, "features d_out"], factors: Factors) -> Recovery:
     """Compare each row of W with what every component does to that feature, `V[j, c] · U[c]`."""
     V, U = np.asarray(factors.V, np.float64), np.asarray(factors.U, np.float64)
-    W = np.asarray(W, np.float64)
+    rows_of_W = np.asarray(W, np.float64)
     parts = V[:, :, None] * U[None]
     norms = np.linalg.norm(parts, axis=-1)
-    lengths = np.linalg.norm(W, axis=-1)
-    cosines = np.einsum("fcd,fd->fc", parts, W) / np.maximum(norms * lengths[:, None], 1e-12)
+    lengths = np.linalg.norm(rows_of_W, axis=-1)
+    cosines = np.einsum("fcd,fd->fc", parts, rows_of_W) / np.maximum(norms * lengths[:, None], 1e-12)
     best = np.argmax(cosines, axis=-1)
-    rows = np.arange(len(W))
+    rows = np.arange(len(rows_of_W))
     cosine, ratio = cosines[rows, best], norms[rows, best] / np.maximum(lengths, 1e-12)
     good = (cosine >= 0.99) & (np.abs(ratio - 1) <= 0.1)
     return Recovery(float(cosine.mean()), float(ratio.mean()), int(good.sum()))
@@ -49,7 +49,7 @@ def permute_to_identity(ci: Float[np.ndarray, "features C"]) -> Float[np.ndarray
 
 
 def identity_error(ci: Float[np.ndarray, "features C"], *, tolerance: float = 0.1) -> int:
-    """Entries of the best column order that are not the identity's: off the diagonal above the tolerance, on it below 1 − it.
+    """Entries that are not the identity's in the best column order: high off the diagonal, or low on it.
 
     Args:
         ci: lower importance of each component on one active feature at a time.

@@ -1,10 +1,10 @@
-"""A run's directory: its pinned specification, its lock, its target; one trainer at a time, and one specification for ever."""
+"""A run's directory: pinned specification, lock, target; one trainer at a time, one specification for ever."""
 
 from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ TARGET = ItemSpec(name="target", version=1, role="product", leaves=(LeafSpec(pat
 
 
 @contextmanager
-def locked(run: Path) -> Iterator[None]:
+def locked(run: Path) -> Generator[None]:
     """Hold the run for this process; the lock goes with the process, however it ends.
 
     Raises:
@@ -70,7 +70,8 @@ def load_target(run: Path) -> tuple[Any, str] | None:
         wanted = json.loads((run / LINEAGE_FILE).read_text("utf-8"))["target"]
         if digest != wanted:
             raise RunConflict(
-                f"the target in {run} has digest {digest}, the run was started on {wanted}; restore {run / 'target'} from a copy"
+                f"the target in {run} has digest {digest}, the run was started on {wanted}\n"
+                f"Restore {run / 'target'} from a copy, or start a new run."
             )
         return manager.restore_to_host(0, "target"), digest
 

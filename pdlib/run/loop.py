@@ -6,7 +6,7 @@ import json
 import math
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +155,7 @@ def _conclude(problem: Problem, product: Decomposition, run: Path) -> dict[str, 
 
 
 @contextmanager
-def _signals() -> Iterator[threading.Event]:
+def _signals() -> Generator[threading.Event]:
     """Turn SIGTERM and SIGINT into a request to stop at the next possible point; a second one acts at once."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -72,7 +72,7 @@ class Problem:
     def initial_product(self) -> Decomposition:
         """The product before step 0: drawn, and warmed up for faithfulness."""
         spec = self.spec.decomposition
-        sites = {site: Site(*W.shape, spec.C) for site, W in self.weights.items()}
+        sites = {site: Site(W.shape[0], W.shape[1], spec.C) for site, W in self.weights.items()}
         product = init_decomposition(named_key(self.key, "init"), sites, self.importance.init)
         if spec.init == "spread":
             keys = {site: named_key(self.key, f"spread/{site}") for site in sites}
@@ -100,7 +100,7 @@ class Problem:
         return {site: jax.device_get(lower_squash(x)) for site, x in logits.items()}
 
     def results(self, product: Decomposition) -> dict[str, Any]:
-        """What the decomposition found of what is known: recovery of linear1's features, identity error of each site."""
+        """What was found of what is known: recovery of linear1's features, identity error of each site."""
         W = jax.device_get(self.weights["linear1"])
         found = recovery(W, jax.device_get(product.components["linear1"]))
         ci = self.importance_on_probe(product)

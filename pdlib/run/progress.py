@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -22,7 +22,7 @@ class Reporter:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     @contextmanager
-    def training(self, total: int, done: int) -> Iterator[None]:
+    def training(self, total: int, done: int) -> Generator[None]:
         """Show progress towards `total` steps, of which `done` were made before."""
         self._total = total
         if not self.console.is_terminal:

@@ -84,7 +84,7 @@ class RunSpec(_Table):
     decomposition: DecompositionSpec
     losses: LossSpec
     training: TrainingSpec
-    saving: SavingSpec = SavingSpec()
+    saving: SavingSpec = Field(default_factory=lambda: SavingSpec.model_validate({}))
 
 
 def load_run_spec(name_or_path: str | Path, *, overrides: Sequence[str] = ()) -> RunSpec:
@@ -157,9 +157,10 @@ def _override(table: dict[str, Any], text: str) -> None:
         parsed = value
     *tables, last = key.split(".")
     for name in tables:
-        table = table.setdefault(name, {})
-        if not isinstance(table, dict):
+        inner: Any = table.setdefault(name, {})
+        if not isinstance(inner, dict):
             raise RunSpecError(f"--set {text!r}: {name!r} is a value, not a table")
+        table = inner
     table[last] = parsed
 
 

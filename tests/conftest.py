@@ -7,7 +7,7 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
-import jaxtyping  # noqa: E402
+import jaxtyping
 
 _HOOK = jaxtyping.install_import_hook(["pdlib.method", "pdlib.targets"], "beartype.beartype")
 

@@ -61,7 +61,7 @@ def commit(directory: Path, step: int, items: Sequence[ItemImage], token: str) -
         if processes.is_lead():
             broken = [part["error"] for part in parts if part["error"]]
             if broken:
-                raise failure or SaveFailed("; ".join(broken))
+                raise failure or OSError("; ".join(broken))
             _finish(staging, items, parts, started)
             _publish(directory, step, staging)
     except Exception as error:

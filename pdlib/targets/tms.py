@@ -78,7 +78,7 @@ def clean(
 ) -> tuple[Float[Array, "batch features"], dict[str, Array]]:
     """The frozen forward, and each site's input."""
     hidden = x @ params["linear1"]["w"]
-    out = jax.nn.relu(hidden @ params["linear2"]["w"] + params["linear2"]["b"])
+    out = jax.nn.relu(hidden @ params["linear2"]["w"] + params["linear2"]["b"][None])
     return out, {"linear1": x, "linear2": hidden}
 
 
@@ -94,7 +94,7 @@ def masked(
         W = params[site]["w"]
         return masked_linear(x, W, components[site], masks[site]) if site in masks else x @ W
 
-    return jax.nn.relu(linear("linear2", linear("linear1", x)) + params["linear2"]["b"])
+    return jax.nn.relu(linear("linear2", linear("linear1", x)) + params["linear2"]["b"][None])
 
 
 def weights(params: Mapping[str, Any]) -> dict[str, Array]:

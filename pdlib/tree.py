@@ -95,7 +95,7 @@ def map_with_keys(function: Callable[[Keys, Any], Any], tree: Any) -> Any:
 
 def show(keys: Keys) -> str:
     """A leaf's path for people: keys joined by `/`."""
-    return "/".join(keys) or "(the whole item)"
+    return "/".join(keys) if keys else "(the whole item)"
 
 
 def stored_names(paths: Sequence[Keys], *, subject: str) -> list[str]:

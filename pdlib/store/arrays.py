@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -10,6 +11,11 @@ import numpy as np
 
 from pdlib.store.mapped import map_region
 from pdlib.store.stored import StoredItem, StoredLeaf
+
+
+def no_ambient_mesh() -> AbstractContextManager[Any]:
+    """A context in which a mesh that the caller has set changes nothing."""
+    return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
 
 
 def default_sharding() -> Any:

@@ -20,12 +20,12 @@ from pdlib.errors import ContractError, NoCheckpoint, PdlibError, ReadOnly, Save
 from pdlib.items.contracts import default_registry
 from pdlib.items.registry import Registry
 from pdlib.store import files, processes
-from pdlib.store.arrays import default_sharding, make_array, python_number
+from pdlib.store.arrays import default_sharding, make_array, no_ambient_mesh, python_number
 from pdlib.store.commit import ItemImage, commit
 from pdlib.store.digest import Verification, content_digest, verify_item
 from pdlib.store.mapped import map_leaf, read_leaves
 from pdlib.store.orbax_format import for_orbax
-from pdlib.store.request import Wanted, match_request
+from pdlib.store.request import Wanted, check_width, match_request
 from pdlib.store.retention import Retention, evictions
 from pdlib.store.snapshot import snapshot
 from pdlib.store.stored import KEEP_FILE, StoredItem, StoredLeaf, check_directory, item_names, read_item, step_numbers
@@ -114,7 +114,8 @@ class Manager:
         if not items:
             raise StepRefused(f"step {step}: no item was given; name at least one of {', '.join(self.registry.names)}")
         self.registry.check(items, action=f"save of step {step}")
-        images = [self._image(name, tree, own=background) for name, tree in items.items()]
+        with no_ambient_mesh():
+            images = [self._image(name, tree, own=background) for name, tree in items.items()]
         token = processes.agreed_token()
         self._floor = step
         if background:
@@ -184,7 +185,7 @@ class Manager:
         """The newest step that holds all of `items`, or None.
 
         Args:
-            items: item names; none asks for any step.
+            items: item names; none asks for any step. Only these are looked at: a damaged process hides no product.
             fallback: pass over steps that are not whole.
 
         Raises:
@@ -192,7 +193,7 @@ class Manager:
         """
         for step in reversed(self.steps()):
             try:
-                self._check_whole(step)
+                self._check_whole(step, items)
             except PdlibError as error:
                 if fallback:
                     continue
@@ -263,7 +264,8 @@ class Manager:
         """
         stored = {name: self.describe(step, name) for name in items}
         wanted = {name: match_request(self.registry, stored[name], tree, step=step) for name, tree in items.items()}
-        return {name: self._restore_item(stored[name], wanted[name], mesh) for name in items}
+        with no_ambient_mesh():
+            return {name: self._restore_item(stored[name], wanted[name], mesh) for name in items}
 
     def restore_to_host(
         self, step: int, item: str, *, mapped: bool = False, where: Callable[[tuple[str, ...]], bool] | None = None
@@ -306,9 +308,11 @@ class Manager:
             where: only the leaves whose keys it admits.
         """
         stored = self.describe(step, item)
+        chosen = {i: leaf for i, leaf in enumerate(stored.leaves) if where is None or where(leaf.path)}
+        check_width(stored, chosen.values(), step=step)
         found: dict[int, Any] = {}
-        for place, leaf in enumerate(stored.leaves):
-            if where is None or where(leaf.path):
+        with no_ambient_mesh():
+            for place, leaf in chosen.items():
                 array = make_array(stored, leaf, self._sharding(stored, leaf, mesh), own=False)
                 cast = dtype is not None and jnp.issubdtype(getattr(array, "dtype", np.int32), jnp.floating)
                 found[place] = array.astype(dtype) if cast else array
@@ -351,11 +355,11 @@ class Manager:
                 "restore the newest step and go on from it, or save to a new directory"
             )
 
-    def _check_whole(self, step: int) -> None:
+    def _check_whole(self, step: int, items: tuple[str, ...]) -> None:
         names = self.items(step)
         if not names:
             raise TornStep(f"step {step} holds no item")
-        for name in names:
+        for name in set(names) & set(items) if items else names:
             read_item(self.directory / str(step) / name).check_whole()
 
     def _writable(self, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +53,25 @@ def match_request(registry: Registry, stored: StoredItem, template: Any, *, step
     return result
 
 
+def check_width(stored: StoredItem, leaves: Iterable[StoredLeaf], *, step: int) -> None:
+    """Refuse leaves whose 64 bits JAX would cut to 32.
+
+    Raises:
+        SpecMismatch: lists them.
+    """
+    problems = [_narrowed(leaf) for leaf in leaves if _would_lose_bits(leaf)]
+    if problems:
+        raise SpecMismatch(
+            f"open of {stored.name} v{stored.version}, step {step}: {len(problems)} leaves do not fit JAX as it is set",
+            problems,
+            hint="Set jax_enable_x64, or use restore_to_host.",
+        )
+
+
+def _narrowed(leaf: StoredLeaf) -> str:
+    return f"{show(leaf.path)}  dtype {leaf.dtype} needs jax_enable_x64; restore_to_host keeps all its bits"
+
+
 def _differences(stored: StoredItem, found: StoredLeaf, leaf: Any) -> list[str]:
     want = describe(stored.name, found.path, leaf)
     lines: list[str] = []
@@ -67,7 +87,7 @@ def _differences(stored: StoredItem, found: StoredLeaf, leaf: Any) -> list[str]:
 
 
 def _would_lose_bits(leaf: StoredLeaf) -> bool:
-    if leaf.dtype not in ("int64", "uint64", "float64", "complex128"):
+    if leaf.python or leaf.dtype not in ("int64", "uint64", "float64", "complex128"):
         return False
     return jax.dtypes.canonicalize_dtype(np.dtype(leaf.dtype)) != np.dtype(leaf.dtype)
 

@@ -125,10 +125,11 @@ class _Checker:
             texts[place : place + 1] = ["_"] * (len(leaf.shape) - len(texts) + 1)
         wanted: list[str] = []
         blame: list[str] = []
-        wrong = len(texts) != len(leaf.shape)
+        fits = len(texts) == len(leaf.shape)
+        wrong = not fits
         for index, text in enumerate(texts):
             dim = parse_dim(text)
-            size = None if wrong else leaf.shape[index]
+            size = leaf.shape[index] if fits else None
             if dim.kind == "size":
                 wanted.append(text)
                 wrong = wrong or size != dim.offset

@@ -69,6 +69,10 @@ class LeafSpec:
         strays = [] if self.like else [dim for dim in shard if dim not in (dims or ())]
         if strays:
             raise ContractError(f"{where}: shard names {strays[0]!r}, which dims does not; name it in dims")
+        split = [axis for dim in dims or () for axis in shard.get(dim, ())]
+        twice = next((axis for axis in split if split.count(axis) > 1), None)
+        if twice is not None:
+            raise ContractError(f"{where}: mesh axis {twice!r} would split two dimensions; an axis splits one")
         if self.like is not None and (not self.path.endswith("/**") or len(self.like.split("/")) < 2):
             raise ContractError(f"{where}: a row with `like` ends in /** and names item/prefix")
 

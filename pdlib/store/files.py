@@ -66,9 +66,11 @@ def move(source: Path, target: Path) -> None:
     if os.path.lexists(target):
         raise StepRefused(f"{target} exists; nothing was overwritten")
     source.rename(target)
-    flush_directory(target.parent)
-    if source.parent != target.parent:
-        flush_directory(source.parent)
+    try:
+        flush_directory(target.parent)
+    except OSError:
+        target.rename(source)  # what may not outlive a power cut is not committed
+        raise
 
 
 def discard(path: Path, *, home: Path) -> None:

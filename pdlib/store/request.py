@@ -79,10 +79,8 @@ def _differences(stored: StoredItem, found: StoredLeaf, leaf: Any) -> list[str]:
         lines.append(f"{show(found.path)}  shape {found.shape} stored, {want.shape} asked for")
     if want.dtype != found.dtype:
         lines.append(f"{show(found.path)}  dtype {found.dtype} stored, {want.dtype} asked for")
-    elif found.python is None and _would_lose_bits(found):
-        lines.append(
-            f"{show(found.path)}  dtype {found.dtype} needs jax_enable_x64; restore_to_host keeps all its bits"
-        )
+    elif _would_lose_bits(found):
+        lines.append(_narrowed(found))
     return lines
 
 

@@ -14,21 +14,9 @@ import pdlib.store
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = (
-    "jax", "jaxlib", "numpy", "orbax", "tensorstore", "haiku", "optax", "matplotlib", "pydantic", "rich", "typer", "scipy",
-)  # fmt: skip
-    "jax",
-    "jaxlib",
-    "numpy",
-    "orbax",
-    "tensorstore",
-    "haiku",
-    "optax",
-    "matplotlib",
-    "pydantic",
-    "rich",
-    "typer",
+    "jax", "jaxlib", "numpy", "orbax", "tensorstore", "haiku", "optax", "matplotlib", "pydantic", "rich", "typer",
     "scipy",
-)
+)  # fmt: skip
 
 
 def loaded_by(code: str) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
@@ -22,6 +23,17 @@ settings.register_profile(
     "ci", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 settings.load_profile("ci")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give every run of the property tests a seed that its header prints; `--hypothesis-seed` gives it again."""
+    if not hasattr(config, "workerinput") and config.getoption("--hypothesis-seed") is None:
+        config.option.hypothesis_seed = str(random.randrange(2**32))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Show the seed."""
+    return f"property tests: --hypothesis-seed={config.getoption('--hypothesis-seed')}"
 
 
 @pytest.fixture(scope="session")

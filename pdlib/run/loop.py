@@ -118,7 +118,8 @@ def _advance(
 ) -> int:
     saving, loop, step = problem.spec.saving, problem.loop(), int(state.training.step)
     marks = (saving.product_every, saving.metrics_every)
-    while step < horizon and not stop.is_set():
+    last = step >= horizon or stop.is_set()
+    while not last:
         reached = min([horizon, *(step + every - step % every for every in marks)])
         state, metrics = loop(state, reached - step)
         step = reached

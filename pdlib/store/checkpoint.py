@@ -6,30 +6,28 @@ A step is `<directory>/<step>/<item>/…`; every item is one that stock orbax re
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from pdlib.errors import ContractError, NoCheckpoint, PdlibError, ReadOnly, SaveFailed, StepRefused, TornStep
 from pdlib.items.contracts import default_registry
 from pdlib.items.registry import Registry
 from pdlib.store import files, processes
-from pdlib.store.arrays import default_sharding, make_array, no_ambient_mesh, python_number
+from pdlib.store.arrays import no_ambient_mesh
 from pdlib.store.commit import ItemImage, commit
 from pdlib.store.digest import Verification, content_digest, verify_item
-from pdlib.store.mapped import map_leaf, read_leaves
 from pdlib.store.orbax_format import for_orbax
-from pdlib.store.request import Wanted, check_width, match_request
+from pdlib.store.request import match_request
+from pdlib.store.restore import Where, host_item, open_item, restore_item
 from pdlib.store.retention import Retention, evictions
 from pdlib.store.snapshot import snapshot
-from pdlib.store.stored import KEEP_FILE, StoredItem, StoredLeaf, check_directory, item_names, read_item, step_numbers
-from pdlib.tree import flatten, select, stored_names, unflatten
+from pdlib.store.stored import KEEP_FILE, StoredItem, check_directory, item_names, read_item, step_numbers
+from pdlib.tree import flatten, stored_names
 
 Layout = Literal["raw", "ocdbt"]
 
@@ -71,7 +69,7 @@ class Manager:
         self.retention = retention or Retention()
         if read_only or self.directory.exists():
             check_directory(self.directory)
-        self._floor = max(step_numbers(self.directory), default=None)
+        self._floor: int | None = None  # where training resumed; the newest step without it
         self._pending: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pdlib-save")
 
@@ -99,7 +97,7 @@ class Manager:
             step: above every step that is there (or, after `resume_at`, above that one).
             items: item name → tree of JAX or NumPy arrays, typed PRNG keys, Python numbers.
             background: return as soon as the leaves are copied; they may be donated or edited at once. The write is
-                awaited, and its error raised, by the next call of `save`, `wait` or `close`.
+                awaited, and its error raised, by the next call of any method.
 
         Raises:
             SpecMismatch, NameCollision, UnstorableLeaf: the trees do not fit; nothing is written.
@@ -117,7 +115,6 @@ class Manager:
         with no_ambient_mesh():
             images = [self._image(name, tree, own=background) for name, tree in items.items()]
         token = processes.agreed_token()
-        self._floor = step
         if background:
             self._pending = self._thread.submit(self._write, step, images, token)
         else:
@@ -160,7 +157,11 @@ class Manager:
     def prune(self) -> list[tuple[int, str]]:
         """Delete what retention does not keep, the process before the product; returns the (step, item) pairs."""
         self._writable("prune")
-        steps = {step: set(self.items(step)) for step in self.steps()}
+        self.wait()
+        return self._prune()
+
+    def _prune(self) -> list[tuple[int, str]]:
+        steps = {step: set(item_names(self.directory / str(step))) for step in step_numbers(self.directory)}
         roles = {item.name: item.role for item in self.registry.items}
         marked = {step for step in steps if (self.directory / str(step) / KEEP_FILE).exists()}
         doomed = evictions(steps, roles, self.retention, marked=marked)
@@ -174,11 +175,13 @@ class Manager:
     # Looking
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending."""
+        """The committed steps, ascending, that of a background save included: this waits for it."""
+        self.wait()
         return step_numbers(self.directory)
 
     def items(self, step: int) -> list[str]:
         """The items that a step holds."""
+        self.wait()
         return item_names(self.directory / str(step))
 
     def latest(self, *, items: tuple[str, ...] = (), fallback: bool = False) -> int | None:
@@ -264,12 +267,9 @@ class Manager:
         """
         stored = {name: self.describe(step, name) for name in items}
         wanted = {name: match_request(self.registry, stored[name], tree, step=step) for name, tree in items.items()}
-        with no_ambient_mesh():
-            return {name: self._restore_item(stored[name], wanted[name], mesh) for name in items}
+        return {name: restore_item(self.registry, stored[name], wanted[name], mesh) for name in items}
 
-    def restore_to_host(
-        self, step: int, item: str, *, mapped: bool = False, where: Callable[[tuple[str, ...]], bool] | None = None
-    ) -> Any:
+    def restore_to_host(self, step: int, item: str, *, mapped: bool = False, where: Where | None = None) -> Any:
         """Restore an item as NumPy arrays, with the structure that is stored; needs no template.
 
         NumPy keeps 64 bits whatever JAX is set to; typed PRNG keys come as their uint32 key data; containers as
@@ -281,13 +281,7 @@ class Manager:
             mapped: read-only arrays over the files themselves, which take no time; owned, writable copies otherwise.
             where: only the leaves whose keys it admits.
         """
-        stored = self.describe(step, item)
-        places = [i for i, leaf in enumerate(stored.leaves) if where is None or where(leaf.path)]
-        chosen = [stored.leaves[i] for i in places]
-        arrays = [map_leaf(stored, leaf) for leaf in chosen] if mapped else read_leaves(stored, chosen)
-        found: dict[int, Any] = dict(zip(places, arrays, strict=True))
-        found |= {i: python_number(stored, leaf) for i, leaf in zip(places, chosen, strict=True) if leaf.python}
-        return _assemble(stored, found)
+        return host_item(self.describe(step, item), mapped=mapped, where=where)
 
     def open(
         self,
@@ -296,7 +290,7 @@ class Manager:
         *,
         mesh: Any = None,
         dtype: Any = None,
-        where: Callable[[tuple[str, ...]], bool] | None = None,
+        where: Where | None = None,
     ) -> Any:
         """Open an item as JAX arrays, structured as stored; on CPU without a copy wherever one file is a leaf.
 
@@ -308,29 +302,9 @@ class Manager:
             where: only the leaves whose keys it admits.
         """
         stored = self.describe(step, item)
-        chosen = {i: leaf for i, leaf in enumerate(stored.leaves) if where is None or where(leaf.path)}
-        check_width(stored, chosen.values(), step=step)
-        found: dict[int, Any] = {}
-        with no_ambient_mesh():
-            for place, leaf in chosen.items():
-                array = make_array(stored, leaf, self._sharding(stored, leaf, mesh), own=False)
-                cast = dtype is not None and jnp.issubdtype(getattr(array, "dtype", np.int32), jnp.floating)
-                found[place] = array.astype(dtype) if cast else array
-        return _assemble(stored, found)
+        return open_item(self.registry, stored, step=step, mesh=mesh, dtype=dtype, where=where)
 
     # Inside
-
-    def _restore_item(self, stored: StoredItem, wanted: Wanted, mesh: Any) -> Any:
-        arrays = [
-            leaf and make_array(stored, leaf, sharding or self._sharding(stored, leaf, mesh), own=True)
-            for leaf, sharding in zip(wanted.leaves, wanted.shardings, strict=True)
-        ]
-        return jax.tree.unflatten(wanted.treedef, arrays)
-
-    def _sharding(self, stored: StoredItem, leaf: StoredLeaf, mesh: Any) -> Any:
-        if mesh is None:
-            return default_sharding()
-        return self.registry.sharding(stored.name, leaf.path, leaf.shape, mesh)
 
     def _image(self, name: str, tree: Any, *, own: bool) -> ItemImage:
         flat = flatten(tree)
@@ -345,13 +319,19 @@ class Manager:
 
     def _write(self, step: int, images: list[ItemImage], token: str) -> None:
         commit(self.directory, step, images, token)
+        if self._floor is not None:
+            self._floor = step
         if processes.is_lead():
-            self.prune()
+            try:
+                self._prune()
+            except OSError as error:
+                raise SaveFailed(f"step {step} is saved, but an older one could not be deleted: {error}") from error
 
     def _admit(self, step: int) -> None:
-        if self._floor is not None and step <= self._floor:
+        floor = max(step_numbers(self.directory), default=-1) if self._floor is None else self._floor
+        if step <= floor:
             raise StepRefused(
-                f"step {step} is not above {self._floor}, the newest of {self.directory}; "
+                f"step {step} is not above {floor}, the newest of {self.directory}; "
                 "restore the newest step and go on from it, or save to a new directory"
             )
 
@@ -365,11 +345,6 @@ class Manager:
     def _writable(self, what: str) -> None:
         if self.read_only:
             raise ReadOnly(f"{what}: {self.directory} was opened with read_only=True; open it without to write")
-
-
-def _assemble(stored: StoredItem, found: Mapping[int, Any]) -> Any:
-    tree = stored.tree if len(found) == len(stored.leaves) else select(stored.tree, found.__contains__)
-    return {} if tree is None else unflatten(tree, [found.get(i) for i in range(len(stored.leaves))])
 
 
 def _step_number(step: Any) -> int:

@@ -603,19 +603,27 @@ def test_case_30_a_failed_background_save_is_raised_at_the_next_call(tmp_path, l
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    for next_call in ("save", "wait", "close"):
+    for next_call in ("save", "wait", "close", "steps", "latest", "prune", "restore", "verify", "open"):
         manager = Manager(tmp_path / next_call, registry=ANY, layout=layout)
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", full)
             manager.save(1, {"anything": jnp.ones(3)}, background=True)
             manager._pending.exception()  # pyright: ignore
-        calls = {"save": lambda m: m.save(2, {"anything": jnp.ones(3)}), "wait": Manager.wait, "close": Manager.close}
+        calls = {
+            "save": lambda m: m.save(2, {"anything": jnp.ones(3)}),
+            "restore": lambda m: m.restore(1, {"anything": jnp.ones(3)}),
+            "verify": lambda m: m.verify(1),
+            "open": lambda m: m.open(1, "anything"),
+        }
         with pytest.raises(SaveFailed) as caught:
-            calls[next_call](manager)
+            calls.get(next_call, getattr(Manager, next_call))(manager)
         assert str(caught.value).startswith(
             f"step 1 was not saved to {tmp_path / next_call}: [Errno 28] No space left on device\n"
         )
         assert not list((tmp_path / next_call).iterdir())
+        if next_call != "close":
+            manager.save(1, {"anything": jnp.ones(3)})  # the cause mended, the same step is saved
+            assert manager.steps() == [1]
         manager.close()
 
 

@@ -64,12 +64,15 @@ def key_impl(dtype: Any) -> str:
 def check_items(registry: Registry, items: Mapping[str, list[Leaf]]) -> list[str]:
     """Every difference between the leaves of some items and their contracts, a line each, in order of path."""
     checker = _Checker(registry, items)
-    for name, leaves in items.items():
-        for leaf in sorted(leaves, key=lambda leaf: leaf.keys):
-            checker.leaf(name, leaf)
-    for name, leaves in items.items():
-        checker.missing(name, leaves)
-    return checker.problems
+    leaves = [(name, leaf) for name in items for leaf in sorted(items[name], key=lambda leaf: leaf.keys)]
+    found: dict[int, list[str]] = {}
+    # A leaf that repeats another binds nothing before that other has: it is the copy that is blamed.
+    for place in sorted(range(len(leaves)), key=lambda place: checker.repeats(*leaves[place])):
+        found[place] = checker.leaf(*leaves[place])
+    problems = [line for place in range(len(leaves)) for line in found[place]]
+    for name in items:
+        problems += checker.missing(name, items[name])
+    return problems
 
 
 class _Bound(NamedTuple):
@@ -85,22 +88,25 @@ class _Checker:
         self.many = len(items) > 1
         self.shapes = {(name, leaf.keys): leaf.shape for name, leaves in items.items() for leaf in leaves}
         self.bound: dict[tuple[str, frozenset[tuple[str, str]]], _Bound] = {}
-        self.problems: list[str] = []
 
     def label(self, name: str, keys: Keys) -> str:
         return f"{name}:{show(keys)}" if self.many else show(keys)
 
-    def leaf(self, name: str, leaf: Leaf) -> None:
+    def repeats(self, name: str, leaf: Leaf) -> bool:
+        """Whether a leaf is one by a row with `like`."""
+        return any(match.repeats is not None for match in self.registry.matches(name, leaf.keys)[:1])
+
+    def leaf(self, name: str, leaf: Leaf) -> list[str]:
+        """The differences of one leaf; binds the dimensions that no leaf has bound yet."""
         label = self.label(name, leaf.keys)
         matches = self.registry.matches(name, leaf.keys)
         if not matches:
-            self.problems.append(f"{label}  is registered by no row of {self.registry[name].title}")
-            return
+            return [f"{label}  is registered by no row of {self.registry[name].title}"]
         trials = [self._try(name, leaf, match) for match in matches]
         complaints, bindings = next((trial for trial in trials if not trial[0]), trials[0])
-        self.problems += [f"{label}  {complaint}" for complaint in complaints]
         for key, size in bindings.items():
             self.bound.setdefault(key, _Bound(size, label))
+        return [f"{label}  {complaint}" for complaint in complaints]
 
     def _try(self, name: str, leaf: Leaf, match: Match) -> tuple[list[str], dict[Any, int]]:
         complaints: list[str] = []
@@ -152,12 +158,13 @@ class _Checker:
         want = f"({', '.join(wanted)}{',' if len(wanted) == 1 else ''})"
         return [f"shape {leaf.shape}, want {want}{''.join('; ' + b for b in blame)}"]
 
-    def missing(self, name: str, leaves: Iterable[Leaf]) -> None:
-        """Report rows that are not optional, and whose captures other leaves bind, without a leaf of their own."""
+    def missing(self, name: str, leaves: Iterable[Leaf]) -> list[str]:
+        """The rows that are not optional, and whose captures other leaves bind, without a leaf of their own."""
         spec = self.registry[name]
         present = {leaf.keys for leaf in leaves}
         bindings: dict[Keys, Mapping[str, str]] = {}
-        for keys in present:
+        problems: list[str] = []
+        for keys in sorted(present):
             for row in spec.leaves:
                 captures = row.match(keys) if row.like is None and row.exact else None
                 if captures is not None:
@@ -173,4 +180,5 @@ class _Checker:
                     present.add(wanted)
                     witness = next((keys for keys, found in bindings.items() if found is captures), None)
                     why = f"; {self.label(name, witness)} is there" if witness and row.captures else ""
-                    self.problems.append(f"{self.label(name, wanted)}  is missing{why}")
+                    problems.append(f"{self.label(name, wanted)}  is missing{why}")
+        return problems

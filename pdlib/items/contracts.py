@@ -75,6 +75,8 @@ def read_contract(path: Path) -> ItemSpec:
         raise ContractError(f"{path}: {error}; a contract is a UTF-8 TOML file") from error
     _known(path, table, {"item", "version", "role", "leaf"})
     rows = table.get("leaf", [])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ContractError(f"{path}: leaf = {rows!r}; write each leaf row as a table [[leaf]]")
     for row in rows:
         _known(path, row, {"path", "dims", "dtype", "shard", "optional", "like"})
     try:

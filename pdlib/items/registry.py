@@ -46,6 +46,20 @@ class Registry:
                     raise ContractError(
                         f"item {item.name}, row {row.path!r}: like={row.like!r} names no item of {names}"
                     )
+                self._refuse_circle(item.name, row, ())
+
+    def _refuse_circle(self, name: str, row: LeafSpec, seen: tuple[tuple[str, str], ...]) -> None:
+        if row.like is None:
+            return
+        if (name, row.path) in seen:
+            circle = " → ".join(f"{item}:{path}" for item, path in (*seen, (name, row.path)))
+            raise ContractError(
+                f"rows repeat each other in a circle: {circle}; let one of them say what the leaves are"
+            )
+        other, *prefix = row.like.split("/")
+        for repeated in self[other].leaves if other in self.names else ():
+            if repeated.may_begin(tuple(prefix)):
+                self._refuse_circle(other, repeated, (*seen, (name, row.path)))
 
     def with_item(self, item: ItemSpec) -> Registry:
         """A new registry that has this item as well; an item of the same name is replaced."""
@@ -127,7 +141,7 @@ class Registry:
 
         Args:
             name: the item.
-            tree: concrete or abstract; it is checked against the contract.
+            tree: concrete or abstract; it is checked against the contract. Python numbers stay what they are.
             mesh: a `jax.sharding.Mesh`.
         """
         import jax
@@ -135,6 +149,8 @@ class Registry:
         self.check({name: tree})
 
         def twin(keys: Keys, leaf: Any) -> Any:
+            if type(leaf) in (bool, int, float):
+                return leaf
             shape, dtype = tuple(leaf.shape), leaf.dtype
             sharding = None if mesh is None else self.sharding(name, keys, shape, mesh)
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -146,19 +162,20 @@ class Registry:
         import orbax.checkpoint as ocp
 
         self.check({name: tree})
-        return map_with_keys(lambda _keys, leaf: ocp.SaveArgs(dtype=leaf.dtype), tree)
+        return map_with_keys(lambda _keys, leaf: ocp.SaveArgs(dtype=getattr(leaf, "dtype", None)), tree)
 
     def restore_args(self, name: str, abstract: Any, mesh: Any = None) -> Any:
         """Orbax's `ArrayRestoreArgs` for each leaf of an abstract tree; shardings from `mesh` where it is given."""
         import orbax.checkpoint as ocp
 
         twin = self.abstract(name, abstract, mesh) if mesh is not None else abstract
-        return map_with_keys(
-            lambda _keys, leaf: ocp.ArrayRestoreArgs(
-                dtype=leaf.dtype, sharding=leaf.sharding, global_shape=leaf.shape, strict=True
-            ),
-            twin,
-        )
+
+        def args(_keys: Keys, leaf: Any) -> Any:
+            if type(leaf) in (bool, int, float):
+                return ocp.RestoreArgs(restore_type=type(leaf))
+            return ocp.ArrayRestoreArgs(dtype=leaf.dtype, sharding=leaf.sharding, global_shape=leaf.shape, strict=True)
+
+        return map_with_keys(args, twin)
 
     def ledger(self, trees: Mapping[str, Any]) -> dict[str, int]:
         """Bytes of each item's arrays, concrete or abstract."""

@@ -18,6 +18,9 @@ Role = Literal["product", "process"]
 _DIM = re.compile(r"(?P<rest>\.\.\.)|(?P<any>_)|(?P<size>\d+)|(?P<name>[A-Za-z]\w*)(?P<plus>[+-]\d+)?")
 _CAPTURE = re.compile(r"\{([A-Za-z]\w*)\}")
 _ITEM_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_DTYPE = re.compile(
+    r"bool|u?int(2|4|8|16|32|64)|float(16|32|64)|bfloat16|complex(64|128)|float(4|6|8)_e\dm\d\w*|key(<\w+>)?"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,7 @@ class LeafSpec:
     like: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         dims = None if self.dims is None else tuple(str(dim) for dim in self.dims)
         dtypes = (self.dtype,) if isinstance(self.dtype, str) else tuple(self.dtype or ())
         shard = {dim: (axes,) if isinstance(axes, str) else tuple(axes) for dim, axes in self.shard.items()}
@@ -57,10 +61,31 @@ class LeafSpec:
         object.__setattr__(self, "shard", MappingProxyType(shard))
         self._check(dims, shard)
 
+    def _check_types(self) -> None:
+        given: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fits = {
+            "path": isinstance(given["path"], str),
+            "dims": given["dims"] is None or _is_list(given["dims"], str | int),
+            "dtype": isinstance(given["dtype"], str | None) or _is_list(given["dtype"], str),
+            "shard": isinstance(given["shard"], Mapping)
+            and all(isinstance(axes, str) or _is_list(axes, str) for axes in given["shard"].values()),
+            "optional": isinstance(given["optional"], bool),
+            "like": isinstance(given["like"], str | None),
+        }
+        for name, right in fits.items():
+            if not right:
+                raise ContractError(f"leaf row {self.path!r}: {name}={given[name]!r}; write {_WRITE[name]}")
+
     def _check(self, dims: tuple[str, ...] | None, shard: Mapping[str, Keys]) -> None:
         where = f"leaf row {self.path!r}"
         if not self.path or "" in self.path.split("/"):
             raise ContractError(f"{where}: the path has an empty key; write keys joined by single slashes")
+        for key in self.path.split("/"):
+            if ("{" in key or "}" in key) and not _CAPTURE.fullmatch(key):
+                raise ContractError(f"{where}: {key!r} captures nothing; write {{name}} for one whole key")
+        for dtype in self.dtypes:
+            if not _DTYPE.fullmatch(dtype):
+                raise ContractError(f"{where}: {dtype!r} is no dtype; write a name such as float32, or key")
         for dim in dims or ():
             if not _DIM.fullmatch(dim):
                 raise ContractError(f"{where}: {dim!r} is no dimension; write a name, name+1, a size, _ or ...")
@@ -103,6 +128,10 @@ class LeafSpec:
         """The captures with which the path matches `keys`, or None."""
         return next(_match(self.segments, keys, {}), None)
 
+    def may_begin(self, prefix: Keys) -> bool:
+        """Whether some path below `prefix` matches."""
+        return any(next(_match(self.segments[:n], prefix, {}), None) is not None for n in range(len(self.segments) + 1))
+
     def fill(self, captures: Mapping[str, str]) -> Keys:
         """The path of an exact row for these captures."""
         return tuple(captures[m[1]] if (m := _CAPTURE.fullmatch(s)) else s for s in self.segments)
@@ -144,16 +173,21 @@ class ItemSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "leaves", tuple(self.leaves))
-        if not _ITEM_NAME.fullmatch(self.name):
+        name: Any = self.name
+        rows: Sequence[Any] = self.leaves
+        if not isinstance(name, str) or not _ITEM_NAME.fullmatch(name):
             raise ContractError(
                 f"item name {self.name!r}: use lower-case letters, digits and _, beginning with a letter"
             )
-        if isinstance(self.version, bool) or self.version < 1:
+        if type(self.version) is not int or self.version < 1:
             raise ContractError(f"item {self.name}: version {self.version!r} is not a whole number from 1 up")
         if self.role not in ("product", "process"):
             raise ContractError(f"item {self.name}: role {self.role!r}; write 'product' or 'process'")
         if not self.leaves:
             raise ContractError(f"item {self.name} has no leaf row; LeafSpec(path='**') admits any tree")
+        for row in rows:
+            if not isinstance(row, LeafSpec):
+                raise ContractError(f"item {self.name}: leaf row {row!r} is a {type(row).__name__}; write a LeafSpec")
 
     @property
     def title(self) -> str:
@@ -185,6 +219,21 @@ class Dim:
     kind: str
     name: str
     offset: int
+
+
+_WRITE = {
+    "path": "keys joined by slashes, as text",
+    "dims": "a list of dimensions, or leave it out",
+    "dtype": "a dtype name, or a list of them",
+    "shard": "dimension = mesh axis, or a list of axes",
+    "optional": "true or false",
+    "like": "item/prefix, as text",
+}
+
+
+def _is_list(value: Any, kind: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return is_list and all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in value)
 
 
 def parse_dim(text: str) -> Dim:

@@ -11,6 +11,7 @@ import pytest
 
 from pdlib.items.state import Factors
 from pdlib.method.masks import SiteMask, masked_linear
+from pdlib.targets import tms
 
 
 def test_runtime_shape_checks_fire():
@@ -19,6 +20,10 @@ def test_runtime_shape_checks_fire():
     masked_linear(jnp.ones((5, 4)), jnp.ones((4, 3)), factors, mask)
     with pytest.raises(jaxtyping.TypeCheckError):
         masked_linear(jnp.ones((5, 4)), jnp.ones((6, 3)), factors, mask)
+    with pytest.raises(jaxtyping.TypeCheckError):
+        masked_linear(jnp.ones((5, 4)), jnp.ones((4, 3), jnp.int32), factors, mask)
+    with pytest.raises(jaxtyping.TypeCheckError):
+        tms.clean({"linear1": {"w": jnp.ones((4, 2))}, "linear2": {"w": jnp.ones((2, 4)), "b": 0}}, jnp.ones(4))
 
 
 def test_rank_promotion_raises():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,14 +47,23 @@ def test_contracts_the_ledger_and_the_command_line_load_no_jax(code):
 
 
 def test_the_public_names_import_and_are_documented():
-    documents = (ROOT / "README.md").read_text() + (ROOT / "SPEC.md").read_text()
-    for name in pdlib.__all__:
-        assert getattr(pdlib, name).__name__ == name
-        assert name in documents, name
-    assert sorted(pdlib.__all__) == sorted(pdlib._HOMES)  # pyright: ignore
-    for name in pdlib.store._HOMES:  # pyright: ignore
-        assert getattr(pdlib.store, name)
-        assert name in documents, name
+    documents = (ROOT / "README.md").read_text("utf-8") + (ROOT / "SPEC.md").read_text("utf-8")
+    words = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`]+`|```.*?```", documents, re.DOTALL))))
+    for module in (pdlib, pdlib.store):
+        for name in module._HOMES:  # pyright: ignore
+            assert getattr(module, name).__name__ == name
+            assert name in dir(module)
+            assert name in words, f"{name} stands in neither README.md nor SPEC.md"
+    assert pdlib.__all__ == sorted(pdlib._HOMES)  # pyright: ignore
+
+
+@pytest.mark.parametrize("module", [pdlib, pdlib.store], ids=lambda module: module.__name__)
+def test_type_checkers_see_the_names_that_are_there(module):
+    (block,) = (node for node in ast.parse(Path(module.__file__).read_text("utf-8")).body if isinstance(node, ast.If))
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    seen = {a.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for a in node.names}
+    prefix = "" if module is pdlib else "pdlib.store."
+    assert seen == {name: prefix + home for name, home in module._HOMES.items()}
 
 
 def test_an_unknown_name_is_an_attribute_error():

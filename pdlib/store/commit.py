@@ -7,7 +7,6 @@ until one rename. All processes of a JAX job call this together, each with the s
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from pdlib.errors import PdlibError, SaveFailed, StepRefused
 from pdlib.items.specs import ItemSpec
 from pdlib.store import orbax_format, processes
 from pdlib.store.digest import content_digest
-from pdlib.store.files import STAGING, flush_tree, hash_file, move, write_file
+from pdlib.store.files import STAGING, flush_tree, hash_file, move, remove_staging, write_file
 from pdlib.store.mapped import run_parallel
 from pdlib.store.snapshot import Snapshot
 from pdlib.store.stored import FORMAT, ITEM_FILE, MANIFEST_FILE, item_names, read_item
@@ -68,7 +67,7 @@ def commit(directory: Path, step: int, items: Sequence[ItemImage], token: str) -
         outcome = error
     finally:
         if processes.is_lead():
-            shutil.rmtree(staging, ignore_errors=True)
+            remove_staging(staging)
     processes.barrier(f"{token}-done")
     if outcome is None and not processes.is_lead() and not (directory / str(step)).is_dir():
         outcome = SaveFailed("the first process could not commit the step; its error says why")

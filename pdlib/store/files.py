@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import time
 from pathlib import Path
 
 from blake3 import blake3
@@ -82,6 +83,15 @@ def discard(path: Path, *, home: Path) -> None:
         return
     flush_directory(path.parent)
     shutil.rmtree(trash, ignore_errors=True)
+
+
+def remove_staging(staging: Path) -> None:
+    """Delete a save's own staging directory; a failed OCDBT write may still be adding files for a moment."""
+    for pause in (0.0, 0.01, 0.05, 0.2, 0.5, 1.0):
+        time.sleep(pause)
+        shutil.rmtree(staging, ignore_errors=True)
+        if not staging.exists():
+            return
 
 
 def remove_leftovers(directory: Path) -> None:

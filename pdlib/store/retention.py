@@ -7,6 +7,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from pdlib.errors import ContractError
+
 
 @dataclass(frozen=True)
 class KeepAll:
@@ -20,8 +22,8 @@ class KeepNewest:
     count: int
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"KeepNewest({self.count}): keep at least one")
+        if type(self.count) is not int or self.count < 1:
+            raise ContractError(f"KeepNewest({self.count!r}): write how many steps to keep, a whole number from 1 up")
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,92 +17,177 @@ import jax
 import pytest
 
 from pdlib.errors import SaveFailed
-from pdlib.store import Manager, restore_decomposition, restore_latest, save_state
+from pdlib.store import KeepNewest, Manager, Retention, restore_decomposition, restore_latest, save_state
 from pdlib.testing import assert_bit_equal
-from tests.store.test_cases import state_of
+from tests.store.crash import state_of
 
-# A child that kills itself at the n-th call that changes the disk, while it saves step 2 and prunes step 1.
-CHILD = """
-import os, sys, signal
-from pathlib import Path
-folder, count, layout, background = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4] == "background"
-from pdlib.store import KeepNewest, Manager, Retention, save_state
-from tests.store.test_cases import state_of
-import orbax.checkpoint
-state = state_of(2, sites=("s",))
-import builtins, pathlib, shutil
-left = count
-def counted(function):
-    def call(*args, **kwargs):
-        global left
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args, **kwargs)
-    return call
-keep = Retention(product=KeepNewest(2), process=KeepNewest(1))
-with Manager(folder, layout=layout, retention=keep) as manager:
-    for name in ("write", "fsync", "rename", "replace", "mkdir", "rmdir", "unlink", "open", "close"):
-        setattr(os, name, counted(getattr(os, name)))
-    save_state(manager, 2, state, background=background)
-    manager.wait()
-    print(count - left)
-"""
+ROOT = Path(__file__).resolve().parents[2]
+BOTH, PRODUCT = ["decomposition", "training"], ["decomposition"]
+Ask = Callable[..., dict[str, Any]]
 
 
-def child(folder: Path, count: int, layout: str, mode: str) -> tuple[int, str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    command = [sys.executable, "-c", CHILD, str(folder), str(count), layout, mode]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr[-2000:]
-    return done.returncode, done.stdout
+@pytest.fixture(scope="module")
+def ask() -> Iterator[Ask]:
+    """Ask `tests.store.crash` to fork a child; answers with the signal that ended it, its calls and what it said."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environment.pop("XLA_FLAGS", None)
+    command = [sys.executable, "-m", "tests.store.crash"]
+    with subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True,
+    ) as server:  # fmt: skip
+
+        def request(**what: Any) -> dict[str, Any]:
+            assert server.stdin is not None
+            assert server.stdout is not None
+            server.stdin.write(json.dumps({k: str(v) if isinstance(v, Path) else v for k, v in what.items()}) + "\n")
+            server.stdin.flush()
+            return json.loads(server.stdout.readline())
+
+        yield request
+        assert server.stdin is not None
+        server.stdin.close()
 
 
-def check_whole(folder: Path) -> list[int]:
-    abstract = jax.eval_shape(lambda: state_of(1, sites=("s",)))
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is one: what a kill leaves does not depend on the disk."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        yield Path(folder)
+
+
+def held(folder: Path) -> dict[int, list[str]]:
+    """What a directory shows, every item of it read and compared to the bit with what was saved."""
     with Manager(folder, read_only=True) as manager:
-        steps = manager.steps()
-        assert steps in ([1], [1, 2])
-        for step in steps:
+        shown = {step: manager.items(step) for step in manager.steps()}
+        for step in shown:
             assert manager.verify(step), manager.verify(step)
-            assert_bit_equal(restore_decomposition(manager, step), state_of(step, sites=("s",)).decomposition)
-        newest, state = restore_latest(manager, abstract)
-        assert newest == steps[-1]
-        assert_bit_equal(state, state_of(newest, sites=("s",)))
-    return steps
+            assert_bit_equal(restore_decomposition(manager, step), state_of(step).decomposition)
+        newest, state = restore_latest(manager, state_of(0))
+        assert newest == max(step for step, items in shown.items() if items == BOTH)
+        assert_bit_equal(state, state_of(newest))
+    return shown
 
 
-@pytest.mark.parametrize(("layout", "mode"), [("raw", "sync"), ("raw", "background"), ("ocdbt", "sync")])
-def test_a_kill_at_any_call_leaves_whole_steps(tmp_path, layout, mode):
-    with Manager(tmp_path / "first", layout=layout) as manager:
-        save_state(manager, 1, state_of(1, sites=("s",)))
-    shutil.copytree(tmp_path / "first", tmp_path / "all")
-    code, printed = child(tmp_path / "all", 1_000_000, layout, mode)
-    assert code == 0
-    total = int(printed)
-    assert check_whole(tmp_path / "all") == [1, 2]
-    seen, kills = set(), 0
-    points = sorted({*range(total - 12, total, 2), *range(0, total, max(1, total // 4))})
-    for count in points:
-        folder = tmp_path / str(count)
-        shutil.copytree(tmp_path / "first", folder)
-        code, _ = child(folder, count, layout, mode)
-        kills += code == -signal.SIGKILL  # the counts of threads vary a little from run to run
-        seen.add(tuple(check_whole(folder)))
-        with Manager(folder) as manager:  # what was left blocks nothing
-            save_state(manager, 3, state_of(3, sites=("s",)))
-            assert manager.latest() == 3
-    assert seen == {(1,), (1, 2)}
-    assert kills >= len(points) // 2
+# action → the steps before it, and the states that may be seen while it runs, in order
+ACTIONS: dict[str, tuple[dict[int, list[str]], list[dict[int, list[str]]]]] = {
+    "save": ({1: BOTH}, [{1: BOTH}, {1: BOTH, 2: BOTH}, {1: PRODUCT, 2: BOTH}]),
+    "background": ({1: BOTH}, [{1: BOTH}, {1: BOTH, 2: BOTH}, {1: PRODUCT, 2: BOTH}]),
+    "complete": ({1: BOTH, 2: PRODUCT}, [{1: BOTH, 2: PRODUCT}, {1: BOTH, 2: BOTH}, {1: PRODUCT, 2: BOTH}]),
+    "prune": (
+        {1: BOTH, 3: BOTH, 4: BOTH},
+        [
+            {1: BOTH, 3: BOTH, 4: BOTH},
+            {1: PRODUCT, 3: BOTH, 4: BOTH},
+            {3: BOTH, 4: BOTH},
+            {3: PRODUCT, 4: BOTH},
+        ],
+    ),
+    "keep": ({1: BOTH}, [{1: BOTH}]),
+}
+
+
+def check_every_kill(ask: Ask, place: Path, action: str, layout: str, *, stride: int, tear: bool = False) -> None:
+    before, expected = ACTIONS[action]
+    with Manager(place / "before", layout=layout) as manager:  # pyright: ignore
+        for step, items in before.items():
+            save_state(manager, step, state_of(step), process=items == BOTH)
+    shutil.copytree(place / "before", place / "whole")
+    done = ask(action=action, folder=place / "whole", layout=layout)
+    assert (done["signal"], done["said"]) == (0, "")
+    assert held(place / "whole") == expected[-1]
+    assert sorted(p.name for p in (place / "whole").iterdir()) == sorted(map(str, expected[-1]))
+    seen: list[dict[int, list[str]]] = []
+    for limit in range(0, done["calls"], stride):
+        folder = place / "killed"
+        shutil.copytree(place / "before", folder)
+        killed = ask(action=action, folder=folder, layout=layout, limit=limit, tear=tear)
+        assert killed["signal"] == signal.SIGKILL or not tear, "the counts of threads may vary a little"
+        seen.append(held(folder))
+        assert seen[-1] in expected, (limit, seen[-1])
+        if limit % 5 == 0:
+            with Manager(folder) as manager:  # what was left blocks nothing
+                save_state(manager, 9, state_of(9), process=False)
+                assert manager.latest() == 9
+        shutil.rmtree(folder)
+    assert seen[0] == expected[0]
+    order = [expected.index(state) for state in seen]
+    assert order == sorted(order), "a later kill showed an earlier state"
+    if stride == 1:
+        assert sorted(set(order)) == [*range(len(expected))]
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_kill_at_any_call_leaves_whole_steps(ask, place, action):
+    check_every_kill(ask, place, action, "raw", stride=1)
+
+
+def test_a_kill_in_the_middle_of_any_write_leaves_whole_steps(ask, place):
+    check_every_kill(ask, place, "save", "raw", stride=3, tear=True)
+
+
+@pytest.mark.parametrize("action", ["save", "prune"])
+def test_a_kill_between_the_calls_of_orbax_leaves_whole_steps(ask, place, action):
+    check_every_kill(ask, place, action, "ocdbt", stride=7)
+
+
+@pytest.mark.parametrize(("layout", "sizes"), [("raw", (0, 7, 40, 200, 460, 700)), ("ocdbt", (0, 200, 300, 700))])
+@pytest.mark.parametrize("die", [False, True])
+def test_a_write_that_the_kernel_refuses_or_kills_leaves_the_old_state(ask, place, layout, sizes, die):
+    """A limit on the size of files strikes below Python, in TensorStore's threads too."""
+    folder = place / "steps"
+    with Manager(folder, layout=layout) as manager:
+        save_state(manager, 1, state_of(1))
+    for size in sizes:
+        done = ask(action="save", folder=folder, layout=layout, file_size=size, die=die)
+        if die:
+            assert done["signal"] == signal.SIGXFSZ
+        else:
+            assert done["said"].startswith(f"SaveFailed: step 2 was not saved to {folder}: ")
+            assert done["said"].endswith("\nNothing was committed: mend the cause, save again.")
+            assert "File too large" in done["said"]
+            assert [p.name for p in folder.iterdir()] == ["1"]
+        assert held(folder) == {1: BOTH}
+    assert ask(action="save", folder=folder, layout=layout)["said"] == ""
+    assert held(folder) == {1: PRODUCT, 2: BOTH}
+
+
+def test_a_reader_who_may_not_write_opens_a_run(ask, tmp_path_factory):
+    user = {"user": 65534} if os.getuid() == 0 else {}
+    run = tmp_path_factory.mktemp("shared") / "run"
+    with Manager(run / "ckpts") as manager:
+        save_state(manager, 1, state_of(1))
+    opened_up = [parent for parent in run.parents if "pytest-" in str(parent)]
+    for folder in opened_up:
+        folder.chmod(0o755)
+    entries = [run, *run.rglob("*")]
+    for path in entries:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    before = {path: path.stat().st_mtime_ns for path in entries}
+    try:
+        done = ask(action="open", folder=run, **user)
+        assert done["said"] == "step 1 27"
+        assert ask(action="touch", folder=run, **user)["said"].startswith("PermissionError")
+        assert {path: path.stat().st_mtime_ns for path in [run, *run.rglob("*")]} == before
+    finally:
+        for path in entries:
+            path.chmod(0o755)
+        for folder in opened_up:
+            folder.chmod(0o700)
 
 
 # Orbax's own writer threads report the error once more, and leave their event loop behind.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("layout", ["raw", "ocdbt"])
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("call", ["write", "fsync", "mkdir", "rename"])
-def test_a_full_disk_at_any_call_is_an_error_and_leaves_nothing(tmp_path, monkeypatch, layout, call):
-    state = state_of(2, sites=("s",))
+def test_a_full_disk_at_any_call_is_an_error_and_leaves_nothing(tmp_path, monkeypatch, layout, call, background):
+    state = jax.tree.map(jax.numpy.asarray, state_of(2))
     real = getattr(os, call)
     for good in range(400):
         left = good
@@ -116,16 +204,59 @@ def test_a_full_disk_at_any_call_is_an_error_and_leaves_nothing(tmp_path, monkey
             with monkeypatch.context() as patch:
                 patch.setattr(os, call, limited)
                 try:
-                    save_state(manager, 2, state)
+                    save_state(manager, 2, state, background=background)
+                    manager.wait()
                 except SaveFailed as error:
                     refused = str(error)
                 else:
                     assert manager.verify(2)
                     break
-            assert "No space left on device" in refused
+            assert refused == (
+                f"step 2 was not saved to {folder}: [Errno 28] No space left on device\n"
+                "Nothing was committed: mend the cause, save again."
+            )
             assert manager.steps() == [], "a refused save left a step"
             assert not folder.exists() or not list(folder.iterdir())
         if layout == "ocdbt" and good > 3:
             break
     else:
         raise AssertionError("the save never succeeded")
+
+
+def test_a_write_that_takes_fewer_bytes_than_given_is_continued(tmp_path, monkeypatch):
+    real = os.write
+    with Manager(tmp_path) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", lambda handle, data: real(handle, memoryview(data)[:5]))
+            save_state(manager, 2, state_of(2))
+        assert manager.verify(2)
+    assert held(tmp_path) == {2: BOTH}
+
+
+@pytest.mark.parametrize(("call", "said"), [("rename", True), ("fsync", True), ("unlink", False), ("rmdir", False)])
+def test_a_deletion_that_fails_loses_nothing_and_is_made_up_for(tmp_path, monkeypatch, call, said):
+    keep = Retention(product=KeepNewest(1), process=KeepNewest(1))
+    with Manager(tmp_path, retention=keep) as manager:
+        save_state(manager, 1, state_of(1))
+        real, spare = getattr(os, call), int(call == "fsync")  # one fsync after the rename belongs to the commit
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            nonlocal spare
+            if (tmp_path / "2").exists():
+                spare -= 1
+                if spare < 0:
+                    raise OSError(5, "Input/output error")
+            return real(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, failing)
+            refused = ""
+            try:
+                save_state(manager, 2, state_of(2))
+            except SaveFailed as error:
+                refused = str(error)
+        want = "step 2 is saved, but an older one could not be deleted: [Errno 5] Input/output error"
+        assert refused == (want if said else "")
+        assert held(tmp_path) in ({1: BOTH, 2: BOTH}, {1: PRODUCT, 2: BOTH}, {2: BOTH})
+        save_state(manager, 3, state_of(3))
+        assert held(tmp_path) == {3: BOTH}

@@ -61,7 +61,7 @@ def open_run(
     path: str | Path,
     *,
     step: int | None = None,
-    sites: list[str] | None = None,
+    sites: str | list[str] | None = None,
     dtype: Any = None,
     mesh: Any = None,
     verify: bool = False,
@@ -72,7 +72,7 @@ def open_run(
     Args:
         path: the run directory.
         step: the newest that holds a product when None.
-        sites: only these sites; all when None.
+        sites: only this site, or these; all when None.
         dtype: cast floating-point leaves; the stored dtype when None.
         mesh: shard over this mesh as the contract says.
         verify: first compare every byte of the product with its manifest.

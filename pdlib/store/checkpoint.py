@@ -116,7 +116,10 @@ class Manager:
             images = [self._image(name, tree, own=background) for name, tree in items.items()]
         token = processes.agreed_token()
         if background:
-            self._pending = self._thread.submit(self._write, step, images, token)
+            try:
+                self._pending = self._thread.submit(self._write, step, images, token)
+            except RuntimeError as error:
+                raise SaveFailed(f"step {step}: {self.directory} was closed; open another Manager to save") from error
         else:
             self._write(step, images, token)
 
@@ -219,7 +222,7 @@ class Manager:
         spec = self.registry[item]
         if step not in self.steps():
             check_directory(self.directory)
-            raise NoCheckpoint(f"{self.directory} holds no step {step}; it holds {_listing(self.steps())}")
+            raise NoCheckpoint(f"{self.directory} holds no step {step!r}; it holds {_listing(self.steps())}")
         stored = read_item(self.directory / str(step) / item)
         if stored.version > spec.version:
             raise ContractError(

@@ -71,7 +71,7 @@ def restore_decomposition(
     manager: Manager,
     step: int | None = None,
     *,
-    sites: Sequence[str] | None = None,
+    sites: str | Sequence[str] | None = None,
     dtype: Any = None,
     mesh: Any = None,
 ) -> Decomposition:
@@ -80,7 +80,7 @@ def restore_decomposition(
     Args:
         manager: of the run's `ckpts`.
         step: the newest that holds a product when None.
-        sites: only these sites' factors; all when None. The importance function always comes whole.
+        sites: only this site's or these sites' factors; all when None. The importance function always comes whole.
         dtype: cast floating-point leaves; the stored dtype when None.
         mesh: see `Manager.open`.
 
@@ -93,7 +93,7 @@ def restore_decomposition(
 
 
 def restore_decomposition_to_host(
-    manager: Manager, step: int | None = None, *, sites: Sequence[str] | None = None, mapped: bool = False
+    manager: Manager, step: int | None = None, *, sites: str | Sequence[str] | None = None, mapped: bool = False
 ) -> Decomposition:
     """The product as NumPy arrays; see `restore_decomposition` and `Manager.restore_to_host`."""
     step = _product_step(manager, step)
@@ -106,8 +106,7 @@ def restore_factors(
 ) -> dict[str, Factors]:
     """V and U of one site or several as JAX arrays, and nothing else; see `restore_decomposition`."""
     step = _product_step(manager, step)
-    names = [sites] if isinstance(sites, str) else list(sites)
-    opened = manager.open(step, PRODUCT, mesh=mesh, dtype=dtype, where=_where(manager, step, names, ci_fn=False))
+    opened = manager.open(step, PRODUCT, mesh=mesh, dtype=dtype, where=_where(manager, step, sites, ci_fn=False))
     return _decomposition(opened).components
 
 
@@ -139,7 +138,10 @@ def _product_step(manager: Manager, step: int | None) -> int:
     return step
 
 
-def _where(manager: Manager, step: int, sites: Sequence[str], *, ci_fn: bool) -> Callable[[tuple[str, ...]], bool]:
+def _where(
+    manager: Manager, step: int, sites: str | Sequence[str], *, ci_fn: bool
+) -> Callable[[tuple[str, ...]], bool]:
+    sites = [sites] if isinstance(sites, str) else sites
     stored = manager.describe(step, PRODUCT)
     known = {leaf.path[1] for leaf in stored.leaves if leaf.path[0] == "components"}
     for site in sites:

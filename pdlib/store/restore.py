@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pdlib.errors import ContractError
 from pdlib.items.registry import Registry
 from pdlib.store.arrays import default_sharding, make_array, no_ambient_mesh, python_number
 from pdlib.store.mapped import map_leaf, read_leaves
@@ -31,6 +32,8 @@ def restore_item(registry: Registry, stored: StoredItem, wanted: Wanted, mesh: A
 
 def open_item(registry: Registry, stored: StoredItem, *, step: int, mesh: Any, dtype: Any, where: Where | None) -> Any:
     """A stored item as JAX arrays, mapped where they can be; see `Manager.open`."""
+    if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        raise ContractError(f"dtype={dtype!r}: floating-point leaves are cast to a floating-point dtype, e.g. bfloat16")
     chosen = _chosen(stored, where)
     check_width(stored, chosen.values(), step=step)
     found: dict[int, Any] = {}

@@ -182,7 +182,7 @@ def step_numbers(directory: Path) -> list[int]:
     """The numbers of the committed step directories, ascending; anything with another name is not a step."""
     try:
         names = [entry.name for entry in directory.iterdir() if entry.is_dir()]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(int(name) for name in names if name.isascii() and name.isdigit() and str(int(name)) == name)
 

@@ -25,7 +25,7 @@ from pdlib.store.orbax_format import for_orbax
 from pdlib.store.request import match_request
 from pdlib.store.restore import Where, host_item, open_item, restore_item
 from pdlib.store.retention import Retention, evictions
-from pdlib.store.snapshot import snapshot
+from pdlib.store.snapshot import refuse_tracers, snapshot
 from pdlib.store.stored import KEEP_FILE, StoredItem, check_directory, item_names, read_item, step_numbers
 from pdlib.tree import flatten, stored_names
 
@@ -111,6 +111,7 @@ class Manager:
         self._admit(step)
         if not items:
             raise StepRefused(f"step {step}: no item was given; name at least one of {', '.join(self.registry.names)}")
+        refuse_tracers(items)
         self.registry.check(items, action=f"save of step {step}")
         with no_ambient_mesh():
             images = [self._image(name, tree, own=background) for name, tree in items.items()]
@@ -224,12 +225,12 @@ class Manager:
             check_directory(self.directory)
             raise NoCheckpoint(f"{self.directory} holds no step {step!r}; it holds {_listing(self.steps())}")
         stored = read_item(self.directory / str(step) / item)
+        stored.check_whole()
         if stored.version > spec.version:
             raise ContractError(
                 f"{stored.directory} was written under {item} v{stored.version}, the registry knows v{spec.version}; "
                 "open it with the pdlib that wrote it, or register the newer contract"
             )
-        stored.check_whole()
         return stored
 
     def verify(self, step: int, *, items: tuple[str, ...] = ()) -> Verification:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import ml_dtypes
 import numpy as np
+from jax.core import Tracer
 
 from pdlib.errors import UnstorableLeaf
 from pdlib.items.binding import describe, is_key
 from pdlib.store.stored import StoredLeaf, chunk_file
-from pdlib.tree import Keys, show
+from pdlib.tree import Keys, flatten, show
 
 # The dtypes that zarr, and so stock orbax, has a name for. Any other of one byte is kept as uint8.
 _ML = ("bfloat16", "int2", "int4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn",
@@ -29,6 +31,19 @@ class Snapshot(NamedTuple):
     files: list[tuple[str, np.ndarray]]
 
 
+def refuse_tracers(items: Mapping[str, Any]) -> None:
+    """Refuse trees of a function that JAX is tracing.
+
+    Raises:
+        UnstorableLeaf: names the first traced leaf.
+    """
+    for item, tree in items.items():
+        flat = flatten(tree)
+        for keys, leaf in zip(flat.paths, flat.leaves, strict=True):
+            if isinstance(leaf, Tracer):
+                raise UnstorableLeaf(f"{item}:{show(keys)} is traced; call save outside jit, on what it returned")
+
+
 def snapshot(item: str, keys: Keys, name: str, leaf: Any, *, own: bool) -> Snapshot:
     """Take one leaf.
 
@@ -43,6 +58,8 @@ def snapshot(item: str, keys: Keys, name: str, leaf: Any, *, own: bool) -> Snaps
         UnstorableLeaf: the leaf has no bit-exact form on disk.
     """
     seen = describe(item, keys, leaf)
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise UnstorableLeaf(f"{item}:{show(keys)} was donated or deleted; save before the step that takes it over")
     python = type(leaf).__name__ if type(leaf) in (bool, int, float) else None
     if isinstance(leaf, jax.Array) and is_key(leaf.dtype):
         leaf = jax.random.key_data(leaf)
@@ -52,7 +69,7 @@ def snapshot(item: str, keys: Keys, name: str, leaf: Any, *, own: bool) -> Snaps
         leaf = _plain(item, keys, leaf)
     dtype = np.dtype(leaf.dtype)
     stored = dtype.name if dtype.name in ZARR_NAMES else "uint8"
-    if dtype.name not in ZARR_NAMES and (dtype.itemsize != 1 or dtype.kind in "OSUM"):
+    if dtype.name not in ZARR_NAMES and not hasattr(ml_dtypes, dtype.name):
         raise UnstorableLeaf(
             f"{item}:{show(keys)} has dtype {dtype}, which has no bit-exact form on disk; convert it first"
         )

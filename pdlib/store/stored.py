@@ -104,7 +104,16 @@ class StoredItem:
         Raises:
             TornStep: the manifest is missing or no manifest.
         """
-        return dict(_read_json(self.directory / MANIFEST_FILE)["files"])
+        path = self.directory / MANIFEST_FILE
+        record = _read_json(path)
+        files = record.get("files")
+        if (
+            record.get("algorithm") != "blake3"
+            or not isinstance(files, dict)
+            or not all(map(_is_entry, files.values()))
+        ):
+            raise TornStep(f"{path} is no whole manifest; restore it from a copy, or open an earlier step")
+        return files
 
     @property
     def nbytes(self) -> int:
@@ -117,12 +126,17 @@ class StoredItem:
         return {leaf.path: leaf for leaf in self.leaves}
 
     def check_whole(self) -> None:
-        """Compare the size of each file with the manifest; reads no content.
+        """Compare the size of each file with the manifest, and the description to the byte; reads no array.
 
         Raises:
-            TornStep: a file is missing or has another size; lists each.
+            TornStep: a file is missing or has another size, or the description was changed; lists each.
         """
+        from blake3 import blake3
+
         problems: list[str] = []
+        described = blake3((self.directory / ITEM_FILE).read_bytes()).hexdigest()
+        if self.files.get(ITEM_FILE, {}).get("blake3") != described:
+            problems.append(f"{ITEM_FILE} is not the one that was written")
         for file, entry in self.files.items():
             try:
                 size = (self.directory / file).stat().st_size
@@ -174,7 +188,7 @@ def read_item(directory: Path) -> StoredItem:
             tree=record["tree"],
             leaves=tuple(StoredLeaf.from_dict(leaf) for leaf in record["leaves"]),
         )
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TornStep(f"{path} is not a whole item description ({error!r}); open an earlier step") from error
 
 
@@ -250,11 +264,18 @@ def _listing(step: Path) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_bytes())
+        record = json.loads(path.read_bytes())
+        if not isinstance(record, dict):
+            raise ValueError("no object")
+        return record
     except FileNotFoundError as error:
         raise TornStep(f"{path} is missing; restore it from a copy, or open an earlier step") from error
     except ValueError as error:
         raise TornStep(f"{path} is unreadable ({error}); restore it from a copy, or open an earlier step") from error
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and type(entry.get("size")) is int and isinstance(entry.get("blake3"), str)
 
 
 def _plain(value: Any) -> Any:

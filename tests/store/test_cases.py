@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -53,6 +54,15 @@ from pdlib.testing import assert_bit_equal, tree_twin
 
 ANY = pdlib.Registry((pdlib.ItemSpec(name="anything", leaves=[pdlib.LeafSpec(path="**")]),))
 LAYOUTS = pytest.mark.parametrize("layout", ["raw", "ocdbt"])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Record:
+    """A user's own container."""
+
+    first: Any
+    second: Any
 
 
 def state_of(seed: int = 0, *, C: int = 8, sites: tuple[str, ...] = ("layers.18.mlp", "out")) -> TrainState:
@@ -383,10 +393,14 @@ def test_case_18_optax_states_pass_through_cond_beside_a_stepped_one(tmp_path):
     )
     state = optimizer.init(params)
     extras = {"none": None, "dict": {}, "tuple": (), "list": [(), [jnp.ones(1)], (jnp.ones(2),)]}
+    extras |= {"numbered": {0: jnp.ones(1), 10: jnp.ones(2), 2: {}}, "record": Record(jnp.ones(3), [jnp.zeros(1)])}
     with Manager(tmp_path, registry=ANY) as manager:
         manager.save(0, {"anything": (state, extras)})
         back, kept = manager.restore(0, {"anything": tree_twin((state, extras))})["anything"]
+        host = manager.restore_to_host(0, "anything")[1]
     assert_bit_equal((back, kept), (state, extras))
+    assert list(host["numbered"]) == [0, 2, 10]
+    assert host["record"].keys() == {"first", "second"}
     stepped = optimizer.update(params, state, params)[1]
     jax.lax.cond(jnp.bool_(True), lambda: back, lambda: stepped)
 
@@ -494,7 +508,8 @@ def test_case_24_64_bit_leaves_are_refused_on_devices_without_x64(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "leaf", ["text", b"bytes", np.array(["a"]), np.array([object()]), np.zeros(2, "M8[s]"), 2**70, object()]
+    "leaf",
+    ["text", b"bytes", np.array(["a"]), np.array([object()]), np.zeros(2, "M8[s]"), np.zeros(2, "V1"), 2**70, {1}],
 )
 def test_leaves_that_have_no_bit_exact_form_are_refused(tmp_path, leaf):
     with Manager(tmp_path / "new", registry=ANY) as manager, pytest.raises(UnstorableLeaf, match=r"^anything:x "):
@@ -586,6 +601,38 @@ def test_case_28_every_damage_to_every_file_is_found(tmp_path, layout, how):
     (whole / "ckpts" / "1" / "training" / "stray").write_text("x")
     with Manager(whole / "ckpts", read_only=True) as manager:
         assert manager.verify(1).extra == ("1/training/stray",)
+
+
+@LAYOUTS
+def test_case_28_any_byte_flipped_in_the_descriptions_is_found(tmp_path, layout):
+    with Manager(tmp_path / "run" / "ckpts", layout=layout) as manager:
+        save_state(manager, 1, state_of(1, sites=("s",)), process=False)
+    random = np.random.default_rng(0)
+    for name in ("manifest.json", "pdlib.json"):
+        path = tmp_path / "run" / "ckpts" / "1" / "decomposition" / name
+        data = path.read_bytes()
+        for place in random.choice(len(data), 150, replace=False):
+            changed = bytearray(data)
+            changed[place] ^= 1 << int(random.integers(0, 8))
+            path.write_bytes(changed)
+            with Manager(tmp_path / "run" / "ckpts", read_only=True) as manager:
+                assert not manager.verify(1), (name, place)
+            with pytest.raises(pdlib.PdlibError):
+                pdlib.open_run(tmp_path / "run", verify=True)
+        path.write_bytes(data)
+
+
+def test_an_array_that_is_gone_or_traced_is_refused(tmp_path):
+    gone = jnp.ones(3)
+    gone.delete()
+    with Manager(tmp_path / "new", registry=ANY) as manager:
+        with pytest.raises(UnstorableLeaf, match="anything:x was donated or deleted"):
+            manager.save(0, {"anything": {"x": gone}})
+        with pytest.raises(UnstorableLeaf, match="anything:x is traced; call save outside jit"):
+            jax.jit(lambda x: manager.save(0, {"anything": {"x": x}}))(jnp.ones(3))
+        with pytest.raises(UnstorableLeaf, match="anything:x is abstract"):
+            manager.save(0, {"anything": {"x": jax.ShapeDtypeStruct((3,), jnp.float32)}})
+    assert not (tmp_path / "new").exists()
 
 
 def test_case_29_leftovers_are_ignored_and_block_no_save(run):

@@ -51,11 +51,11 @@ def commit(directory: Path, step: int, items: Sequence[ItemImage], token: str) -
     started = time.time()
     outcome: BaseException | None = None
     try:
-        if processes.is_lead():
-            directory.mkdir(parents=True, exist_ok=True)
-            staging.mkdir()
+        failure = _open(directory, staging) if processes.is_lead() else None
         processes.barrier(f"{token}-open")
-        entries, failure = _attempt(lambda: _write_items(staging, items))
+        entries: dict[str, Entries] = {}
+        if failure is None:
+            entries, failure = _attempt(lambda: _write_items(staging, items))
         parts = _exchange(staging, entries, failure, token)
         if processes.is_lead():
             broken = [part["error"] for part in parts if part["error"]]
@@ -79,7 +79,18 @@ def commit(directory: Path, step: int, items: Sequence[ItemImage], token: str) -
         ) from outcome
 
 
+def _open(directory: Path, staging: Path) -> Exception | None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        staging.mkdir()
+    except OSError as error:
+        return error
+    return None
+
+
 def _write_items(staging: Path, items: Sequence[ItemImage]) -> dict[str, Entries]:
+    if not staging.is_dir():
+        raise OSError(f"{staging} is not there: the first process could not make it")
     entries: dict[str, Entries] = {image.spec.name: {} for image in items}
     tasks: list[Callable[[], Any]] = []
     for image in items:
@@ -115,17 +126,27 @@ def _exchange(staging: Path, entries: Any, failure: Exception | None, token: str
     mine = {"entries": entries, "error": f"process {jax.process_index()}: {failure}" if failure else None}
     if jax.process_count() == 1:
         return [mine]
-    (staging / f".part-{jax.process_index()}.json").write_text(json.dumps(mine))
+    # Every process comes to the barrier, whatever fails before: one that stayed away would let the others wait.
+    try:
+        (staging / f".part-{jax.process_index()}.json").write_text(json.dumps(mine))
+    except OSError as error:
+        failure = failure or error
     processes.barrier(f"{token}-written")
     if not processes.is_lead():
         if failure:
             raise failure
         return []
-    files = [staging / f".part-{index}.json" for index in range(jax.process_count())]
-    parts = [json.loads(file.read_text()) for file in files]
-    for file in files:
+    return [_part(staging, index) for index in range(jax.process_count())]
+
+
+def _part(staging: Path, index: int) -> dict[str, Any]:
+    file = staging / f".part-{index}.json"
+    try:
+        part = json.loads(file.read_text())
         file.unlink()
-    return parts
+    except (OSError, ValueError) as error:
+        return {"entries": {}, "error": f"process {index}: what it wrote is not known ({error})"}
+    return part
 
 
 def _finish(staging: Path, items: Sequence[ItemImage], parts: list[dict[str, Any]], started: float) -> None:

@@ -47,16 +47,20 @@ def test_what_two_processes_save_one_process_restores(tmp_path, action, layout):
     assert sorted(p.name for p in (tmp_path / "steps").iterdir()) == ["3"]
 
 
-def test_what_one_process_saves_two_processes_restore(tmp_path):
-    with pdlib.Manager(tmp_path / "steps", registry=ANY) as manager:
+@pytest.mark.parametrize("layout", ["raw", "ocdbt"])
+def test_what_one_process_saves_two_processes_restore(tmp_path, layout):
+    with pdlib.Manager(tmp_path / "steps", registry=ANY, layout=layout) as manager:
         manager.save(3, {"anything": host_state()})
     assert two_processes("restore", tmp_path) == ["restored", "restored"]
 
 
-def test_a_write_that_fails_in_one_process_fails_the_save_in_both_and_leaves_nothing(tmp_path):
-    lead, other = two_processes("break", tmp_path)
-    assert lead.startswith("SaveFailed: ")
-    assert "process 1" in lead
-    assert "No space left on device" in lead
+@pytest.mark.parametrize("action", ["break-1", "limit-0", "limit-1", "closed-0"])
+def test_a_write_that_fails_in_one_process_fails_the_save_in_both_and_leaves_nothing(tmp_path, action):
+    """`break` fails each `os.write`; `limit` every file, those by which the processes tell each other included;
+    `closed` the folder that all write to."""
+    lead, other = two_processes(action, tmp_path)
+    assert lead.startswith("SaveFailed: step 3 was not saved to ")
     assert other.startswith("SaveFailed: ")
-    assert not list((tmp_path / "steps").iterdir())
+    assert "process 1" in lead or action.endswith("0")
+    assert "No space left on device" in lead or "File too large" in lead or action == "limit-1"
+    assert not (tmp_path / "steps").exists() or not list((tmp_path / "steps").iterdir())

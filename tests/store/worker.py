@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,8 +44,13 @@ def global_state() -> dict[str, Any]:
 def main() -> None:
     assert jax.process_count() == 2
     assert len(jax.devices()) == 4
-    if ACTION == "break" and INDEX == 1:
+    if f"break-{INDEX}" == ACTION:
         os.write = lambda *_: fail()
+    if f"limit-{INDEX}" == ACTION:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50, resource.RLIM_INFINITY))
+    if f"closed-{INDEX}" == ACTION:
+        os.mkdir = lambda *_, **__: fail()
     manager = pdlib.Manager(FOLDER / "steps", registry=ANY, layout=LAYOUT)  # pyright: ignore
     if ACTION == "restore":
         abstract = {

@@ -93,13 +93,16 @@ def test_case_4_every_kind_of_memory_is_saved_and_restored(tmp_path, mesh_of, ki
         assert {name: leaf.sharding for name, leaf in again.items()} == {"one": one, "split": split}
 
 
-def ambients() -> dict[str, AbstractContextManager[Any]]:
+def surroundings(ambient: str) -> AbstractContextManager[Any]:
+    """Made only when it is entered: `jax.set_mesh` takes effect when it is called."""
     devices = np.array(jax.devices())
-    return {
-        "legacy": Mesh(devices[:2], ("fsdp",)),
-        "set": jax.set_mesh(Mesh(devices.reshape(2, 4), ("fsdp", "other"))),
-        "default device": jax.default_device(jax.devices()[5]),
-    }
+    match ambient:
+        case "legacy":
+            return Mesh(devices[:2], ("fsdp",))
+        case "set":
+            return jax.set_mesh(Mesh(devices.reshape(2, 4), ("fsdp", "other")))
+        case _:
+            return jax.default_device(jax.devices()[5])
 
 
 @pytest.mark.filterwarnings("ignore:`with mesh.` context manager has been deprecated:DeprecationWarning")
@@ -137,7 +140,7 @@ def test_what_surrounds_a_call_changes_nothing(tmp_path, mesh_of, ambient, layou
         return found
 
     plain = look(tmp_path / "plain")
-    with ambients()[ambient]:
+    with surroundings(ambient):
         surrounded = look(tmp_path / "surrounded")
     assert surrounded == plain
 

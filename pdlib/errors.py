@@ -67,7 +67,7 @@ class ReadOnly(PdlibError):
 
 
 class SaveFailed(PdlibError):
-    """A background save did not finish; the cause is attached."""
+    """A save could not be written, at once or in the background; the cause is attached."""
 
 
 class RunSpecError(PdlibError):

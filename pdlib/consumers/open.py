@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pdlib.errors import NoCheckpoint
+from pdlib.errors import ContractError, NoCheckpoint
 from pdlib.items.state import Decomposition, Factors
 from pdlib.store.checkpoint import Manager
 from pdlib.store.decomposition import PRODUCT, restore_decomposition, restore_decomposition_to_host
@@ -81,6 +81,7 @@ def open_run(
     Raises:
         NotARun, NoCheckpoint, TornStep, ForeignLayout: there is no such product; the text says where to look.
         CorruptItem: `verify` found bytes that are not those written.
+        ContractError: `host` together with `dtype` or `mesh`.
     """
     run = find_run(Path(path).expanduser().absolute())
     with Manager(run / "ckpts", read_only=True) as manager:
@@ -91,7 +92,7 @@ def open_run(
             manager.verify(newest, items=(PRODUCT,)).require()
         if host:
             if dtype is not None or mesh is not None:
-                raise TypeError("open_run(host=True) gives the stored arrays: leave dtype and mesh out, or host")
+                raise ContractError("open_run(host=True) gives the stored arrays: leave dtype and mesh out, or host")
             product = restore_decomposition_to_host(manager, newest, sites=sites, mapped=True)
         else:
             product = restore_decomposition(manager, newest, sites=sites, dtype=dtype, mesh=mesh)

@@ -312,12 +312,12 @@ class Manager:
 
     def _image(self, name: str, tree: Any, *, own: bool) -> ItemImage:
         flat = flatten(tree)
-        subject = f"item {name}"
-        names = stored_names(flat.paths, subject=subject)
+        names = stored_names(flat.paths, subject=f"item {name}")
         taken = zip(flat.paths, names, flat.leaves, strict=True)
-        leaves = [snapshot(name, keys, stored, leaf, own=own) for keys, stored, leaf in taken]
+        raw = self.layout == "raw"
+        leaves = [snapshot(name, keys, stored, leaf, own=own and raw) for keys, stored, leaf in taken]
         arrays: dict[str, Any] = {}
-        if self.layout == "ocdbt":
+        if not raw:
             leaves, arrays = for_orbax(leaves, flat.leaves, own=own)
         return ItemImage(self.registry[name], flat.skeleton, leaves, self.layout, arrays)
 

@@ -49,7 +49,31 @@ def commit(directory: Path, step: int, items: Sequence[ItemImage], token: str) -
     """
     staging = directory / f"{STAGING}{step}-{token}"
     started = time.time()
-    outcome: BaseException | None = None
+    outcome: Exception | None = None
+    try:
+        outcome = _together(directory, step, items, token, staging, started)
+        # What the first process could not commit still lies in staging when all meet: so every process knows.
+        if outcome is None and processes.is_lead():
+            remove_staging(staging)
+        processes.barrier(f"{token}-done")
+        if outcome is None and not processes.is_lead() and staging.exists():
+            outcome = SaveFailed(f"step {step} was not committed by the first process; its error says why")
+        processes.barrier(f"{token}-known")
+    finally:
+        if processes.is_lead():
+            remove_staging(staging)
+    if isinstance(outcome, PdlibError):
+        raise outcome
+    if outcome is not None:
+        raise SaveFailed(
+            f"step {step} was not saved to {directory}: {outcome}\nNothing was committed: mend the cause, save again."
+        ) from outcome
+
+
+def _together(
+    directory: Path, step: int, items: Sequence[ItemImage], token: str, staging: Path, started: float
+) -> Exception | None:
+    """Write, agree and publish; the error instead of raising it, so that every process comes to the last barrier."""
     try:
         failure = _open(directory, staging) if processes.is_lead() else None
         processes.barrier(f"{token}-open")
@@ -64,19 +88,8 @@ def commit(directory: Path, step: int, items: Sequence[ItemImage], token: str) -
             _finish(staging, items, parts, started)
             _publish(directory, step, staging)
     except Exception as error:
-        outcome = error
-    finally:
-        if processes.is_lead():
-            remove_staging(staging)
-    processes.barrier(f"{token}-done")
-    if outcome is None and not processes.is_lead() and not (directory / str(step)).is_dir():
-        outcome = SaveFailed("the first process could not commit the step; its error says why")
-    if isinstance(outcome, PdlibError):
-        raise outcome
-    if outcome is not None:
-        raise SaveFailed(
-            f"step {step} was not saved to {directory}: {outcome}\nNothing was committed: mend the cause, save again."
-        ) from outcome
+        return error
+    return None
 
 
 def _open(directory: Path, staging: Path) -> Exception | None:
@@ -176,8 +189,17 @@ def _finish(staging: Path, items: Sequence[ItemImage], parts: list[dict[str, Any
         _write(home, ITEM_FILE, json.dumps(record).encode(), entries)
         manifest = {"algorithm": "blake3", "files": dict(sorted(entries.items()))}
         write_file(home / MANIFEST_FILE, json.dumps(manifest).encode())
+        _read_back(home)
     write_file(staging / "_CHECKPOINT_METADATA", orbax_format.step_metadata(started))
     flush_tree(staging)
+
+
+def _read_back(home: Path) -> None:
+    """Open what was written as a reader will, while it can still be refused."""
+    try:
+        read_item(home).check_whole()
+    except PdlibError as error:
+        raise OSError(f"what was written does not read back: {error}") from error
 
 
 def _publish(directory: Path, step: int, staging: Path) -> None:

@@ -24,7 +24,9 @@ def restore_item(registry: Registry, stored: StoredItem, wanted: Wanted, mesh: A
     """A requested tree as owned, donatable JAX arrays; see `Manager.restore`."""
     with no_ambient_mesh():
         arrays = [
-            leaf and make_array(stored, leaf, sharding or _sharding(registry, stored, leaf, mesh), own=True)
+            None
+            if leaf is None
+            else make_array(stored, leaf, sharding or _sharding(registry, stored, leaf, mesh), own=True)
             for leaf, sharding in zip(wanted.leaves, wanted.shardings, strict=True)
         ]
     return jax.tree.unflatten(wanted.treedef, arrays)

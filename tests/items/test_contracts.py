@@ -236,10 +236,14 @@ def registry_with(leaf: dict[str, Any], item: dict[str, Any]) -> Registry:
     return Registry((one, ItemSpec(name="y", leaves=[LeafSpec(path="a/{p}/{q}", dims=["4", "2"])])))
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(LeafSpec)])
-def test_every_field_of_a_row_changes_the_digest_and_what_is_done(field):
+def test_every_field_of_a_row_has_a_change():
+    assert LEAF_CHANGES.keys() == {field.name for field in dataclasses.fields(LeafSpec)}
+
+
+@pytest.mark.parametrize(("field", "value"), [*LEAF_CHANGES.items(), ("dtype", None), ("dims", ["C", "3"])])
+def test_every_field_of_a_row_changes_the_digest_and_what_is_done(field, value):
     plain = {"like": None, "path": "a/**"} if field == "like" else {}
-    first, second = registry_with(plain, {}), registry_with({**plain, field: LEAF_CHANGES[field]}, {})
+    first, second = registry_with(plain, {}), registry_with({**plain, field: value}, {})
     assert first["x"].digest != second["x"].digest
     without_table = [[part for part in behaviour(r) if "|---|" not in str(part)] for r in (first, second)]
     assert without_table[0] != without_table[1]

@@ -174,55 +174,6 @@ def test_every_contract_file_is_pinned_and_every_pin_has_its_file():
         assert (spec.name, spec.version) == (name, int(version))
 
 
-BASE: dict[str, Any] = {
-    "path": "a/{s}/b",
-    "dims": ["C", "D"],
-    "dtype": "float32",
-    "shard": {"C": "fsdp"},
-    "optional": False,
-}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"path": "a/{s}/c"},
-        {"dims": ["C", "3"]},
-        {"dtype": "int8"},
-        {"dtype": None},
-        {"shard": {"D": "fsdp"}},
-        {"optional": True},
-    ],
-)
-def test_every_field_of_a_row_changes_the_digest_and_what_is_admitted(change):
-    plain, changed = (registry_of(LeafSpec(**{**BASE, **c}), LeafSpec(path="a/{s}/z")) for c in ({}, change))
-    assert plain["x"].digest != changed["x"].digest
-    mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
-
-    def behaviour(registry: Registry) -> list[Any]:
-        results: list[Any] = []
-        for key in ("b", "c"):
-            for dtype in (jnp.float32, jnp.int8, jnp.bfloat16):
-                tree = {"a": {"s": {key: jnp.ones((2, 4), dtype), "z": jnp.ones(1)}}}
-                results.append(problems(registry, x=tree))
-        results.append(problems(registry, x={"a": {"s": {"z": jnp.ones(1)}}}))
-        results.append(registry.sharding("x", ("a", "s", "b"), (2, 4), mesh))
-        return results
-
-    assert behaviour(plain) != behaviour(changed)
-
-
-def test_version_and_role_are_part_of_the_contract():
-    row = LeafSpec(path="**")
-    digests = {
-        item(row).digest,
-        item(row, version=2).digest,
-        item(row, role="process").digest,
-        item(row, name="y").digest,
-    }
-    assert len(digests) == 4
-
-
 # Checking
 
 

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pdlib
@@ -843,7 +844,70 @@ def test_case_38_odd_paths(tmp_path, monkeypatch):
     assert pdlib.open_run("moved").step == 1
 
 
-def test_case_40_a_save_reads_its_own_description_back(run):
+@LAYOUTS
+@pytest.mark.parametrize("name", ["pdlib.json", "manifest.json", "leaf"])
+def test_case_40_a_save_reads_back_what_it_wrote_before_it_commits(tmp_path, monkeypatch, layout, name):
+    """A disk that reports more than it keeps is found out while the step can still be refused."""
+    real = os.open
+    lying: set[int] = set()
+
+    def opened(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        handle = real(path, flags, *rest, **named)
+        wanted = str(path).endswith(f"/{name}" if name != "leaf" else ("/w/0" if layout == "raw" else "/_METADATA"))
+        lying.update({handle} if wanted and flags & os.O_CREAT else ())
+        return handle
+
+    def write(handle: int, data: Any, real: Any = os.write) -> int:
+        return real(handle, data[:-1]) + 1 if handle in lying else real(handle, data)
+
+    with Manager(tmp_path / "steps", registry=ANY, layout=layout) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", opened)
+            patch.setattr(os, "write", write)
+            with pytest.raises(SaveFailed, match="what was written does not read back"):
+                manager.save(0, {"anything": {"w": jnp.ones(3)}})
+        assert lying
+        assert not list((tmp_path / "steps").iterdir())
+        manager.save(0, {"anything": {"w": jnp.ones(3)}})
+        assert manager.verify(0)
+
+
+def test_a_template_s_format_is_the_format_of_the_restored_array(tmp_path):
+    """The step's own layout in memory, and buffers that it takes over."""
+    wanted = Format(Layout((1, 0)), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    leaf = jnp.arange(12.0).reshape(3, 4)
+    with Manager(tmp_path, registry=ANY) as manager:
+        manager.save(0, {"anything": leaf})
+        asked = jax.ShapeDtypeStruct((3, 4), jnp.float32, sharding=wanted)
+        restored = manager.restore(0, {"anything": asked})["anything"]
+    assert restored.format.layout.major_to_minor == (1, 0)
+    assert restored.sharding == wanted.sharding
+    assert_bit_equal(restored, leaf)
+    step = jax.jit(lambda x: x + 1, in_shardings=wanted, out_shardings=wanted, donate_argnums=0)
+    held = restored.unsafe_buffer_pointer()
+    assert step(restored).unsafe_buffer_pointer() == held
+
+
+def test_a_background_ocdbt_save_copies_each_leaf_once(tmp_path, monkeypatch):
+    from pdlib.store import snapshot
+
+    copied: list[bool] = []
+    real = snapshot._bytes_of  # pyright: ignore
+    monkeypatch.setattr(snapshot, "_bytes_of", lambda data, *, own: copied.append(own) or real(data, own=own))
+    for layout, owned in (("raw", True), ("ocdbt", False)):
+        with Manager(tmp_path / layout, registry=ANY, layout=layout) as manager:
+            manager.save(0, {"anything": {"w": jnp.ones(3), "n": np.ones(2)}}, background=True)
+        assert copied == [owned, owned]
+        copied.clear()
+
+
+def test_host_arrays_are_not_cast_or_split(run):
+    for other in ({"dtype": jnp.bfloat16}, {"mesh": object()}):
+        with pytest.raises(pdlib.PdlibError, match="leave dtype and mesh out, or host"):
+            pdlib.open_run(run, host=True, **other)
+
+
+def test_case_40_an_item_says_under_which_contract_it_was_written(run):
     for step in (10, 20):
         for item in ("decomposition", "training"):
             record = json.loads((run / "ckpts" / str(step) / item / "pdlib.json").read_text())

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import pdlib
@@ -64,3 +65,18 @@ def test_a_write_that_fails_in_one_process_fails_the_save_in_both_and_leaves_not
     assert "process 1" in lead or action.endswith("0")
     assert "No space left on device" in lead or "File too large" in lead or action == "limit-1"
     assert not (tmp_path / "steps").exists() or not list((tmp_path / "steps").iterdir())
+
+
+def test_a_step_of_other_values_is_refused_in_both_processes_and_stays(tmp_path):
+    other = {**host_state(), "step": np.int32(8)}
+    with pdlib.Manager(tmp_path / "steps", registry=ANY) as manager:
+        manager.save(3, {"anything": other})
+        before = manager.content_digest(3, "anything")
+    lead, second = two_processes("other values", tmp_path)
+    assert lead.startswith("StepRefused: step 3 of ")
+    assert "holds another anything: the values differ" in lead
+    assert second.startswith("SaveFailed: step 3 was not committed by the first process")
+    with pdlib.Manager(tmp_path / "steps", registry=ANY, read_only=True) as manager:
+        assert manager.content_digest(3, "anything") == before
+        assert manager.verify(3)
+    assert [path.name for path in (tmp_path / "steps").iterdir()] == ["3"]

@@ -67,6 +67,8 @@ def main() -> None:
         print("restored")
         return
     try:
+        if ACTION == "other values":  # step 3 is there already, from another trajectory
+            manager.resume_at(2)
         manager.save(3, {"anything": global_state()}, background=ACTION == "background")
         manager.close()
         print("saved")

@@ -68,7 +68,7 @@ def train(
 
 @app.command()
 def inspect(
-    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    run: Annotated[str, typer.Argument(help="A run directory, or its place in an object store (s3://…).")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print what a run holds: items, leaves, bytes, and what opening and stripping would cost.

@@ -54,6 +54,10 @@ class ForeignLayout(PdlibError):
     """A step was written by another program or in an older layout."""
 
 
+class Unreachable(PdlibError):
+    """An object store did not answer, or refused to be read."""
+
+
 class CorruptItem(PdlibError):
     """The bytes of an item are not the ones its manifest records."""
 

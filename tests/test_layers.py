@@ -47,8 +47,8 @@ ONLY_IN: dict[str, set[str]] = {
 }
 READS = {"store", "consumers/open.py", "run/directory.py", "run/metrics.py", "run/spec.py", "items/contracts.py"}
 WRITES = {
-    "store/files.py", "store/commit.py", "store/checkpoint.py", "run/directory.py", "run/metrics.py", "run/loop.py",
-    "consumers/plots.py", "testing.py",
+    "store/files.py", "store/remote.py", "store/commit.py", "store/checkpoint.py", "run/directory.py", "run/metrics.py",
+    "run/loop.py", "consumers/plots.py", "testing.py",
 }  # fmt: skip
 PRINTS = {"cli.py", "run/progress.py"}
 LAZY = {"__init__.py", "store/__init__.py"}  # import by name, each checked below

@@ -12,6 +12,7 @@ from pdlib.errors import ContractError, NoCheckpoint
 from pdlib.items.state import Decomposition, Factors
 from pdlib.store.checkpoint import Manager
 from pdlib.store.decomposition import PRODUCT, restore_decomposition, restore_decomposition_to_host
+from pdlib.store.places import locate
 from pdlib.store.stored import find_run
 
 
@@ -83,7 +84,7 @@ def open_run(
         CorruptItem: `verify` found bytes that are not those written.
         ContractError: `host` together with `dtype` or `mesh`.
     """
-    run = find_run(Path(path).expanduser().absolute())
+    run = find_run(locate(path))
     with Manager(run / "ckpts", read_only=True) as manager:
         newest = manager.latest(items=(PRODUCT,)) if step is None else step
         if newest is None:

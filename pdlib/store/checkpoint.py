@@ -22,6 +22,8 @@ from pdlib.store.arrays import no_ambient_mesh
 from pdlib.store.commit import ItemImage, commit
 from pdlib.store.digest import Verification, content_digest, verify_item
 from pdlib.store.orbax_format import for_orbax
+from pdlib.store.places import is_remote, locate
+from pdlib.store.remote import cached
 from pdlib.store.request import match_request
 from pdlib.store.restore import Where, host_item, open_item, restore_item
 from pdlib.store.retention import Retention, evictions
@@ -36,7 +38,8 @@ class Manager:
     """A directory of steps.
 
     Args:
-        directory: where the steps are; made at the first save.
+        directory: where the steps are; made at the first save. A place in an object store (`s3://…`, `gs://…`) is read
+            only: the files that are asked for come to a cache on this machine, each held to its manifest.
         registry: the items that it may hold; parameter decomposition's own when None.
         read_only: refuse whatever writes; the directory must exist then.
         layout: `raw` (a file a shard, opened by mapping) or `ocdbt` (orbax's default, for object stores). What is
@@ -58,11 +61,12 @@ class Manager:
     ) -> None:
         if layout not in ("raw", "ocdbt"):
             raise ContractError(f"layout {layout!r}; write 'raw' or 'ocdbt'")
-        if "://" in str(directory):
+        self.directory = locate(directory)
+        if is_remote(self.directory) and not read_only:
             raise ContractError(
-                f"{directory} is a URL; pdlib keeps steps in file systems: mount it, or copy the steps here"
+                f"{directory} is in an object store, where no save is atomic: pass read_only=True to read it, "
+                "or save to a file system and copy the steps there"
             )
-        self.directory = Path(directory).expanduser().absolute()
         self.registry = default_registry() if registry is None else registry
         self.read_only = read_only
         self.layout: Layout = layout
@@ -231,7 +235,7 @@ class Manager:
                 f"{stored.directory} was written under {item} v{stored.version}, the registry knows v{spec.version}; "
                 "open it with the pdlib that wrote it, or register the newer contract"
             )
-        return stored
+        return cached(stored)
 
     def verify(self, step: int, *, items: tuple[str, ...] = ()) -> Verification:
         """Compare every byte of a step, or of some of its items, with what was written, missing evidence included."""

@@ -10,6 +10,7 @@ from typing import Any
 from pdlib.errors import NoCheckpoint
 from pdlib.items.state import Decomposition, Factors, TrainState
 from pdlib.store.checkpoint import Manager
+from pdlib.store.places import locate
 from pdlib.store.stored import find_run
 
 PRODUCT, PROCESS = "decomposition", "training"
@@ -126,7 +127,7 @@ def init_from_parent(
         NotARun, NoCheckpoint: there is no such parent.
     """
     if not isinstance(parent, Manager):
-        parent = Manager(find_run(Path(parent)) / "ckpts", read_only=True)
+        parent = Manager(find_run(locate(parent)) / "ckpts", read_only=True)
     step = _product_step(parent, step)
     return parent.restore(step, {PRODUCT: abstract}, mesh=mesh)[PRODUCT]
 

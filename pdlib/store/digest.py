@@ -11,7 +11,9 @@ from blake3 import blake3
 from pdlib.errors import CorruptItem, PdlibError
 from pdlib.store.files import hash_file
 from pdlib.store.mapped import as_bytes, map_region, numpy_dtype, run_parallel
-from pdlib.store.stored import MANIFEST_FILE, StoredItem, StoredLeaf
+from pdlib.store.places import anywhere, is_remote
+from pdlib.store.remote import bring, hash_remote
+from pdlib.store.stored import MANIFEST_FILE, StoredItem, StoredLeaf, file_sizes
 
 _ROWS = 64 << 20  # bytes of a several-file leaf that are held at a time
 
@@ -52,6 +54,7 @@ class Verification:
             raise CorruptItem(f"{self}\nRestore these files from a copy, or open another step.")
 
 
+@anywhere
 def verify_item(item: StoredItem) -> Verification:
     """Compare every file of an item with its manifest, reading all of it."""
     try:
@@ -59,7 +62,7 @@ def verify_item(item: StoredItem) -> Verification:
     except PdlibError as error:
         return Verification(unverifiable=(str(error),))
     home = item.directory
-    present = {path.relative_to(home).as_posix() for path in home.rglob("*") if path.is_file()}
+    present = set(file_sizes(home))
     shared = sorted(wanted.keys() & present)
     found = run_parallel([lambda file=file: _hash(item, file) for file in shared])
     label = f"{home.parent.name}/{home.name}"
@@ -87,6 +90,7 @@ def leaf_digest(item: StoredItem, leaf: StoredLeaf) -> str:
     files = [file for file, _ in leaf.files()]
     if len(files) == 1:
         return item.files[files[0]]["blake3"]
+    bring(item, [leaf])
     digest = blake3()
     if leaf.is_empty:
         return digest.hexdigest()
@@ -102,7 +106,8 @@ def leaf_digest(item: StoredItem, leaf: StoredLeaf) -> str:
 
 
 def _hash(item: StoredItem, file: str) -> dict[str, object]:
+    path = item.directory / file
     try:
-        return hash_file(item.directory / file)
+        return hash_remote(path) if is_remote(path) else hash_file(path)
     except OSError:
         return {}

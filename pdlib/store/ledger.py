@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pdlib.errors import NoCheckpoint, PdlibError
+from pdlib.store.places import locate
 from pdlib.store.stored import KEEP_FILE, StoredItem, StoredLeaf, find_run, item_names, read_item, step_numbers
 
 
@@ -90,7 +91,7 @@ def describe_run(path: str | Path) -> RunReport:
         NotARun: the path is no run; names the right one where it can.
         NoCheckpoint: the run has no step yet.
     """
-    run = find_run(Path(path))
+    run = find_run(locate(path))
     steps = step_numbers(run / "ckpts")
     if not steps:
         raise NoCheckpoint(f"{run} holds no step yet; let it train to its first save")

@@ -13,6 +13,7 @@ from pdlib.errors import ContractError
 from pdlib.items.registry import Registry
 from pdlib.store.arrays import default_sharding, make_array, no_ambient_mesh, python_number
 from pdlib.store.mapped import map_leaf, read_leaves
+from pdlib.store.remote import bring
 from pdlib.store.request import Wanted, check_width
 from pdlib.store.stored import StoredItem, StoredLeaf
 from pdlib.tree import Keys, select, unflatten
@@ -22,6 +23,7 @@ Where = Callable[[Keys], bool]
 
 def restore_item(registry: Registry, stored: StoredItem, wanted: Wanted, mesh: Any) -> Any:
     """A requested tree as owned, donatable JAX arrays; see `Manager.restore`."""
+    bring(stored, [leaf for leaf in wanted.leaves if leaf is not None])
     with no_ambient_mesh():
         arrays = [
             None
@@ -38,6 +40,7 @@ def open_item(registry: Registry, stored: StoredItem, *, step: int, mesh: Any, d
         raise ContractError(f"dtype={dtype!r}: floating-point leaves are cast to a floating-point dtype, e.g. bfloat16")
     chosen = _chosen(stored, where)
     check_width(stored, chosen.values(), step=step)
+    bring(stored, chosen.values())
     found: dict[int, Any] = {}
     with no_ambient_mesh():
         for place, leaf in chosen.items():
@@ -51,6 +54,7 @@ def host_item(stored: StoredItem, *, mapped: bool, where: Where | None) -> Any:
     """A stored item as NumPy arrays; see `Manager.restore_to_host`."""
     chosen = _chosen(stored, where)
     leaves = list(chosen.values())
+    bring(stored, leaves)
     arrays = [map_leaf(stored, leaf) for leaf in leaves] if mapped else read_leaves(stored, leaves)
     found: dict[int, Any] = dict(zip(chosen, arrays, strict=True))
     found |= {place: python_number(stored, leaf) for place, leaf in chosen.items() if leaf.python}

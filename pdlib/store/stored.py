@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pdlib.errors import ForeignLayout, NoCheckpoint, NotARun, TornStep
+from pdlib.store.places import anywhere, is_remote
 
 ITEM_FILE = "pdlib.json"
 MANIFEST_FILE = "manifest.json"
@@ -86,7 +89,16 @@ def chunk_file(name: str, place: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class StoredItem:
-    """One item of a step, known from its `pdlib.json` alone."""
+    """One item of a step, known from its `pdlib.json` alone.
+
+    Attributes:
+        directory: where its files are read.
+        name, role, version, digest: of the contract it was written under.
+        layout: `raw` or `ocdbt`.
+        tree: its containers; see `pdlib.tree`.
+        leaves: its leaves, in the order of `tree`.
+        origin: its place in an object store, whose files come to `directory` when they are asked for.
+    """
 
     directory: Path
     name: str
@@ -96,6 +108,7 @@ class StoredItem:
     layout: str
     tree: dict[str, Any]
     leaves: tuple[StoredLeaf, ...]
+    origin: Path | None = None
 
     @cached_property
     def files(self) -> dict[str, dict[str, Any]]:
@@ -104,13 +117,14 @@ class StoredItem:
         Raises:
             TornStep: the manifest is missing or no manifest.
         """
-        path = self.directory / MANIFEST_FILE
+        path = (self.origin or self.directory) / MANIFEST_FILE
         record = _read_json(path)
         files = record.get("files")
         if (
             record.get("algorithm") != "blake3"
             or not isinstance(files, dict)
             or not all(map(_is_entry, files.values()))
+            or not all(map(_is_inside, files))
         ):
             raise TornStep(f"{path} is no whole manifest; restore it from a copy, or open an earlier step")
         return files
@@ -125,6 +139,7 @@ class StoredItem:
         """The leaves by their keys."""
         return {leaf.path: leaf for leaf in self.leaves}
 
+    @anywhere
     def check_whole(self) -> None:
         """Compare the size of each file with the manifest, and the description to the byte; reads no array.
 
@@ -137,14 +152,12 @@ class StoredItem:
         described = blake3((self.directory / ITEM_FILE).read_bytes()).hexdigest()
         if self.files.get(ITEM_FILE, {}).get("blake3") != described:
             problems.append(f"{ITEM_FILE} is not the one that was written")
+        sizes = file_sizes(self.directory)
         for file, entry in self.files.items():
-            try:
-                size = (self.directory / file).stat().st_size
-            except OSError:
+            if file not in sizes:
                 problems.append(f"{file} is missing")
-                continue
-            if size != entry["size"]:
-                problems.append(f"{file} has {size} bytes, want {entry['size']}")
+            elif sizes[file] != entry["size"]:
+                problems.append(f"{file} has {sizes[file]} bytes, want {entry['size']}")
         unnamed = {f for leaf in self.leaves for f, _ in leaf.files()} - self.files.keys()
         problems += [f"{file} is not in the manifest" for file in sorted(unnamed)]
         if problems:
@@ -154,6 +167,7 @@ class StoredItem:
             )
 
 
+@anywhere
 def read_item(directory: Path) -> StoredItem:
     """Read an item's description.
 
@@ -192,6 +206,23 @@ def read_item(directory: Path) -> StoredItem:
         raise TornStep(f"{path} is not a whole item description ({error!r}); open an earlier step") from error
 
 
+@anywhere
+def file_sizes(directory: Path) -> dict[str, int]:
+    """Bytes of every file below a directory, by its name relative to it."""
+    if is_remote(directory):  # an object store lists all it holds below a prefix in one request
+        place: Any = directory
+        found = place.fs.find(place.path, detail=True)
+        return {name.removeprefix(place.path.rstrip("/") + "/"): info["size"] for name, info in found.items()}
+    sizes: dict[str, int] = {}
+    for folder, _, names in os.walk(directory, followlinks=True):
+        for name in names:
+            path = os.path.join(folder, name)  # noqa: PTH118 - of thousands of files, Path objects would take most of the time
+            with contextlib.suppress(OSError):
+                sizes[os.path.relpath(path, directory)] = os.stat(path).st_size  # noqa: PTH116
+    return sizes
+
+
+@anywhere
 def step_numbers(directory: Path) -> list[int]:
     """The numbers of the committed step directories, ascending; anything with another name is not a step."""
     try:
@@ -201,6 +232,7 @@ def step_numbers(directory: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isascii() and name.isdigit() and str(int(name)) == name)
 
 
+@anywhere
 def item_names(step: Path) -> list[str]:
     """The items of one step, ascending by name; staging and trash are no items."""
     if not step.is_dir():
@@ -208,6 +240,7 @@ def item_names(step: Path) -> list[str]:
     return sorted(e.name for e in step.iterdir() if e.is_dir() and not e.name.startswith("."))
 
 
+@anywhere
 def check_directory(directory: Path) -> None:
     """Tell a directory of steps from its neighbours.
 
@@ -229,6 +262,7 @@ def check_directory(directory: Path) -> None:
         raise NotARun(f"{directory} is a run, a level too shallow; open {directory / 'ckpts'}")
 
 
+@anywhere
 def find_run(path: Path) -> Path:
     """The run directory at `path`.
 
@@ -276,6 +310,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _is_entry(entry: Any) -> bool:
     return isinstance(entry, dict) and type(entry.get("size")) is int and isinstance(entry.get("blake3"), str)
+
+
+def _is_inside(file: Any) -> bool:
+    return isinstance(file, str) and not file.startswith("/") and ".." not in file.split("/")
 
 
 def _plain(value: Any) -> Any:

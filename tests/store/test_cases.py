@@ -823,11 +823,6 @@ def test_a_foreign_layout_is_named(tmp_path):
         pdlib.open_run(tmp_path, step=5)
 
 
-def test_a_url_is_refused():
-    with pytest.raises(pdlib.PdlibError, match="is a URL; pdlib keeps steps in file systems"):
-        Manager("gs://bucket/run")
-
-
 # Paths and environment
 
 

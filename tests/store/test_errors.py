@@ -422,8 +422,9 @@ def test_unstorable_leaf(tmp_path, leaf, text):
 @cases(
     ("layout 'zarr'; write 'raw' or 'ocdbt'", lambda run: Manager(run / "ckpts", layout="zarr")),  # pyright: ignore
     (
-        "gs://a/b is a URL; pdlib keeps steps in file systems: mount it, or copy the steps here",
-        lambda _: Manager("gs://a/b"),
+        "memory://a/b is in an object store, where no save is atomic: pass read_only=True to read it, or save to a "
+        "file system and copy the steps there",
+        lambda _: Manager("memory://a/b"),
     ),
     (
         "no item 'nope' is registered; registered: decomposition, training",

@@ -79,7 +79,7 @@ class RunSpecError(PdlibError):
 
 
 class RunConflict(PdlibError):
-    """A run directory belongs to another specification, or another process is training in it."""
+    """A run directory belongs to another specification, or another process is at work in it."""
 
 
 class Diverged(PdlibError):

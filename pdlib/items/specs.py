@@ -126,15 +126,16 @@ class LeafSpec:
 
     def match(self, keys: Keys) -> dict[str, str] | None:
         """The captures with which the path matches `keys`, or None."""
-        return next(_match(self.segments, keys, {}), None)
+        found = next(match_keys(self.segments, keys), None)
+        return None if found is None else {name: taken[0] for name, taken in found.items() if name != "**"}
 
     def may_begin(self, prefix: Keys) -> bool:
         """Whether some path below `prefix` matches."""
-        return any(next(_match(self.segments[:n], prefix, {}), None) is not None for n in range(len(self.segments) + 1))
+        return any(next(match_keys(self.segments[:n], prefix), None) is not None for n in range(len(self.segments) + 1))
 
     def fill(self, captures: Mapping[str, str]) -> Keys:
         """The path of an exact row for these captures."""
-        return tuple(captures[m[1]] if (m := _CAPTURE.fullmatch(s)) else s for s in self.segments)
+        return fill_keys(self.segments, {name: (key,) for name, key in captures.items()})
 
     def as_dict(self) -> dict[str, Any]:
         """The row as a contract file would hold it: only what differs from the default."""
@@ -247,24 +248,35 @@ def parse_dim(text: str) -> Dim:
     return Dim(kind, "", int(m["size"] or 0))
 
 
-def _match(segments: Keys, keys: Keys, found: dict[str, str]) -> Iterator[dict[str, str]]:
+def match_keys(segments: Keys, keys: Keys, found: Mapping[str, Keys] | None = None) -> Iterator[dict[str, Keys]]:
+    """Every way in which a path pattern matches keys: capture → the key it took; `**` → those that its first took."""
+    found = found or {}
     if not segments:
         if not keys:
-            yield found
+            yield {**found}
         return
     head, rest = segments[0], segments[1:]
     if head == "**":
         for taken in range(len(keys) + 1):
-            yield from _match(rest, keys[taken:], found)
+            yield from match_keys(rest, keys[taken:], {"**": keys[:taken], **found})
         return
     if not keys:
         return
     capture = _CAPTURE.fullmatch(head)
     if capture:
-        if found.get(capture[1], keys[0]) == keys[0]:
-            yield from _match(rest, keys[1:], {**found, capture[1]: keys[0]})
+        if found.get(capture[1], keys[:1]) == keys[:1]:
+            yield from match_keys(rest, keys[1:], {**found, capture[1]: keys[:1]})
     elif head == keys[0] or ("*" in head and _glob(head, keys[0])):
-        yield from _match(rest, keys[1:], found)
+        yield from match_keys(rest, keys[1:], found)
+
+
+def fill_keys(segments: Keys, captures: Mapping[str, Keys]) -> Keys:
+    """The path that a pattern gives for these captures; what is not captured stays as it stands."""
+    parts: list[Keys] = []
+    for segment in segments:
+        capture = _CAPTURE.fullmatch(segment)
+        parts.append(captures.get(capture[1] if capture else segment, (segment,)))
+    return tuple(key for part in parts for key in part)
 
 
 def _glob(pattern: str, key: str) -> bool:

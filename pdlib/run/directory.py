@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +15,6 @@ from pdlib.store.checkpoint import Manager
 SPEC_FILE = "run.toml"
 LINEAGE_FILE = "lineage.json"
 TARGET = ItemSpec(name="target", version=1, role="product", leaves=(LeafSpec(path="**"),))
-
-
-@contextmanager
-def locked(run: Path) -> Generator[None]:
-    """Hold the run for this process; the lock goes with the process, however it ends.
-
-    Raises:
-        RunConflict: another process holds it.
-    """
-    run.mkdir(parents=True, exist_ok=True)
-    with (run / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise RunConflict(f"another process is training in {run}; wait for it, or pass another --out") from error
-        yield
 
 
 def pin_spec(run: Path, spec: RunSpec) -> None:

@@ -18,13 +18,14 @@ import jax.numpy as jnp
 from pdlib.errors import Diverged
 from pdlib.items.contracts import default_registry
 from pdlib.items.state import Decomposition, TrainState
-from pdlib.run.directory import load_target, locked, pin_spec, save_target
+from pdlib.run.directory import load_target, pin_spec, save_target
 from pdlib.run.metrics import append_row
 from pdlib.run.problem import Problem, train_target
 from pdlib.run.spec import RunSpec
 from pdlib.store.checkpoint import Manager
 from pdlib.store.decomposition import restore_decomposition, restore_latest, save_state
 from pdlib.store.files import remove_leftovers
+from pdlib.store.lock import locked
 from pdlib.store.retention import KeepAll, KeepNewest, Retention
 from pdlib.targets import tms
 from pdlib.targets.target import Target
@@ -69,7 +70,7 @@ def train(spec: RunSpec, run: Path, reporter: Reporter, *, stop_after: int | Non
         Diverged: a loss is not finite; the last good checkpoint stays.
         TornStep: the newest checkpoint is not whole.
     """
-    with locked(run), _signals() as stop:
+    with locked(run, hint="wait for it, or pass another --out"), _signals() as stop:
         pin_spec(run, spec)
         problem = Problem(spec, _target(spec, run, reporter))
         keep = Retention(product=KeepAll(), process=KeepNewest(spec.saving.keep_processes))

@@ -20,13 +20,12 @@ from pdlib.errors import PdlibError, SaveFailed, StepRefused
 from pdlib.items.specs import ItemSpec
 from pdlib.store import orbax_format, processes
 from pdlib.store.digest import content_digest
-from pdlib.store.files import STAGING, flush_tree, hash_file, move, remove_staging, write_file
+from pdlib.store.files import STAGING, hash_file, move, remove_staging
 from pdlib.store.mapped import run_parallel
+from pdlib.store.seal import Entries, seal_item, seal_step, write_entry
 from pdlib.store.snapshot import Snapshot
-from pdlib.store.stored import FORMAT, ITEM_FILE, MANIFEST_FILE, item_names, read_item
+from pdlib.store.stored import item_names, read_item
 from pdlib.tree import Skeleton
-
-Entries = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -112,19 +111,17 @@ def _write_items(staging: Path, items: Sequence[ItemImage]) -> dict[str, Entries
             orbax_format.write_ocdbt(home, image.arrays)
             continue
         home.mkdir(exist_ok=True)
-        tasks += [partial(_write, home, file, data.data, found) for leaf in image.leaves for file, data in leaf.files]
+        tasks += [
+            partial(write_entry, home, file, data.data, found) for leaf in image.leaves for file, data in leaf.files
+        ]
         if processes.is_lead():
             tasks += [
-                partial(_write, home, f"{leaf.name}/.zarray", orbax_format.zarray(leaf), found)
+                partial(write_entry, home, f"{leaf.name}/.zarray", orbax_format.zarray(leaf), found)
                 for leaf, _ in image.leaves
                 if not leaf.is_empty
             ]
     run_parallel(tasks)
     return entries
-
-
-def _write(home: Path, file: str, data: bytes | memoryview, entries: Entries) -> None:
-    entries[file] = write_file(home / file, data)
 
 
 def _attempt(work: Callable[[], dict[str, Entries]]) -> tuple[dict[str, Entries], Exception | None]:
@@ -175,31 +172,8 @@ def _finish(staging: Path, items: Sequence[ItemImage], parts: list[dict[str, Any
             (home / "_sharding").unlink(missing_ok=True)
             files = [path for path in home.rglob("*") if path.is_file()]
             entries = {path.relative_to(home).as_posix(): hash_file(path) for path in files}
-        _write(home, "_METADATA", orbax_format.tree_metadata(image.tree, leaves, ocdbt=ocdbt), entries)
-        record = {
-            "format": FORMAT,
-            "item": image.spec.name,
-            "role": image.spec.role,
-            "version": image.spec.version,
-            "digest": image.spec.digest,
-            "layout": image.layout,
-            "tree": image.tree,
-            "leaves": [leaf.as_dict() for leaf in leaves],
-        }
-        _write(home, ITEM_FILE, json.dumps(record).encode(), entries)
-        manifest = {"algorithm": "blake3", "files": dict(sorted(entries.items()))}
-        write_file(home / MANIFEST_FILE, json.dumps(manifest).encode())
-        _read_back(home)
-    write_file(staging / "_CHECKPOINT_METADATA", orbax_format.step_metadata(started))
-    flush_tree(staging)
-
-
-def _read_back(home: Path) -> None:
-    """Open what was written as a reader will, while it can still be refused."""
-    try:
-        read_item(home).check_whole()
-    except PdlibError as error:
-        raise OSError(f"what was written does not read back: {error}") from error
+        seal_item(home, image.spec, image.tree, leaves, layout=image.layout, entries=entries)
+    seal_step(staging, started)
 
 
 def _publish(directory: Path, step: int, staging: Path) -> None:

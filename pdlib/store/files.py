@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
 import secrets
 import shutil
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from blake3 import blake3
@@ -15,6 +20,13 @@ from pdlib.errors import StepRefused
 
 STAGING = ".staging-"
 TRASH = ".trash-"
+_FREE = """
+import os, shutil, sys
+if os.fork() == 0:  # the parent ends at once, so that nobody waits for the child and none is left behind
+    for path in sys.argv[1:]:
+        shutil.rmtree(path, ignore_errors=True)
+os._exit(0)
+"""
 _PIECE = 16 << 20  # bytes hashed and written at a time: the second pass finds them in cache
 
 
@@ -75,14 +87,63 @@ def move(source: Path, target: Path) -> None:
 
 
 def discard(path: Path, *, home: Path) -> None:
-    """Remove a directory so that no instant shows a part of it: rename it to a hidden name in `home`, then delete."""
+    """Remove a directory so that no instant shows a part of it; nothing to do where there is none."""
+    trash = set_aside(path, home=home)
+    if trash is not None:
+        delete(trash)
+
+
+def set_aside(path: Path, *, home: Path) -> Path | None:
+    """Rename a directory, flushed, to a hidden name in `home`, where it is nothing any more; None if there is none."""
     trash = home / f"{TRASH}{secrets.token_hex(6)}"
     try:
         path.rename(trash)
     except FileNotFoundError:
-        return
+        return None
     flush_directory(path.parent)
-    shutil.rmtree(trash, ignore_errors=True)
+    return trash
+
+
+def delete(path: Path) -> None:
+    """Delete a directory that is nothing any more."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a small file so that it is there whole, or as it was; flushed."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    try:
+        write_file(partial, data)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    flush_directory(path.parent)
+
+
+def free_later(trash: Sequence[Path]) -> None:
+    """Delete what was set aside in a process of its own: giving back gigabytes takes a file system seconds."""
+    if trash:
+        command = [sys.executable, "-I", "-S", "-c", _FREE, *map(str, trash)]
+        null = subprocess.DEVNULL
+        subprocess.run(command, check=False, start_new_session=True, stdin=null, stdout=null, stderr=null)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Let two directories of one file system change places in a single step, flushed.
+
+    Raises:
+        OSError: the file system or the system cannot do that; nothing was changed.
+    """
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError as error:
+        raise OSError(errno.ENOSYS, "this system cannot exchange two directories in one step") from error
+    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if renameat2(here, os.fsencode(one), here, os.fsencode(other), swap):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{os.strerror(number)} (exchanging two directories in one step)", str(one))
+    for parent in {one.parent, other.parent}:
+        flush_directory(parent)
 
 
 def remove_staging(staging: Path) -> None:

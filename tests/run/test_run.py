@@ -15,10 +15,10 @@ import pytest
 
 import pdlib
 from pdlib.errors import Diverged, RunConflict, RunSpecError
-from pdlib.run.directory import locked
 from pdlib.run.loop import train
 from pdlib.run.metrics import append_row, read_rows
 from pdlib.run.spec import RunSpec, flat, load_run_spec, to_toml
+from pdlib.store.lock import locked
 from pdlib.testing import assert_bit_equal
 
 SMALL = (
@@ -128,7 +128,7 @@ def test_other_values_are_refused_by_name_and_leave_the_run_alone(finished):
 
 
 def test_a_second_trainer_is_refused(finished):
-    with locked(finished), pytest.raises(RunConflict, match="another process is training in"):
+    with locked(finished), pytest.raises(RunConflict, match="another process is at work in"):
         train(spec_of(), finished, Silent())
 
 

@@ -13,7 +13,7 @@ from pdlib.errors import ContractError
 from pdlib.items.contracts import specs_dir
 from pdlib.items.specs import Keys, fill_keys, match_keys
 
-_FIELDS = {"from", "to", "drop", "squeeze", "stack", "lead", "split", "like", "optional"}
+_FIELDS = {"from", "to", "drop", "squeeze", "stack", "unit", "split", "like", "optional"}
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Rule:
         drop: why they are dropped.
         squeeze: axes of size one that go.
         stack: the capture whose values, counted from 0, become a new first axis.
-        lead: axes of size one put in front, after stacking.
+        unit: axes of size one in what is made, after stacking.
         split: the capture of `target` that the last axis is divided among, in the layout's order of sites, by their C.
         like: item and first keys: what follows `source`'s `**` is treated as a leaf below them is.
         optional: whether the leaves may be absent.
@@ -37,7 +37,7 @@ class Rule:
     drop: str = ""
     squeeze: tuple[int, ...] = ()
     stack: str | None = None
-    lead: int = 0
+    unit: tuple[int, ...] = ()
     split: str | None = None
     like: Keys | None = None
     optional: bool = False
@@ -140,7 +140,7 @@ def _rule(path: Path, row: Mapping[str, Any]) -> Rule:
         drop=row.get("drop", ""),
         squeeze=tuple(row.get("squeeze", ())),
         stack=row.get("stack"),
-        lead=row.get("lead", 0),
+        unit=tuple(row.get("unit", ())),
         split=row.get("split"),
         like=None if like is None else tuple(like),
         optional=row.get("optional", False),

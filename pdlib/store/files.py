@@ -17,6 +17,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from pdlib.errors import StepRefused
+from pdlib.store.lock import is_locked
 
 STAGING = ".staging-"
 TRASH = ".trash-"
@@ -161,3 +162,10 @@ def remove_leftovers(directory: Path) -> None:
         if entry.name.startswith((STAGING, TRASH)):
             with contextlib.suppress(OSError):
                 shutil.rmtree(entry)
+
+
+def remove_abandoned(directory: Path, prefix: str) -> None:
+    """Delete staging directories that begin so, except those whose maker still holds them by their lock."""
+    for entry in [*directory.iterdir()]:
+        if entry.name.startswith(prefix) and not is_locked(entry):
+            delete(entry)

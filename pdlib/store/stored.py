@@ -19,6 +19,7 @@ ITEM_FILE = "pdlib.json"
 MANIFEST_FILE = "manifest.json"
 KEEP_FILE = "keep"
 STRIPPED_FILE = "stripped.json"
+CONVERTED_FILE = "converted.json"
 FORMAT = 1
 
 Keys = tuple[str, ...]

@@ -1,7 +1,8 @@
 """Keeps the product of steps and lets the process go: a plan that only looks, and an execution safe to kill.
 
-A step of two items loses its process by one rename. The product is never touched, except by `consolidate`, which
-rewrites it as one file a leaf, compares every bit, and lets the two change places in a single step.
+A step of two items loses its process by one rename, and its product is not touched. An older step of one item is
+converted in place. `consolidate` rewrites products as one file a leaf, compares every bit, and lets the two change places
+in a single step.
 """
 
 from __future__ import annotations
@@ -10,16 +11,25 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdlib.errors import NoCheckpoint, PdlibError, StepRefused
+from pdlib.errors import NoCheckpoint, NotARun, PdlibError, StepRefused
 from pdlib.store import files
 from pdlib.store.ledger import size
 from pdlib.store.lock import is_locked, locked
 from pdlib.store.places import locate
-from pdlib.store.stored import KEEP_FILE, STRIPPED_FILE, StoredItem, find_run, item_names, read_item, step_numbers
+from pdlib.store.stored import (
+    KEEP_FILE,
+    STRIPPED_FILE,
+    StoredItem,
+    file_sizes,
+    find_run,
+    item_names,
+    read_item,
+    step_numbers,
+)
 
 Say = Callable[[str], None]
 
@@ -30,16 +40,18 @@ class StepPlan:
 
     Attributes:
         step: its number.
-        kept: the items that stay, all of role `product`.
+        kept: the items that stay or are made, all of role `product`.
         freed: item → bytes, of those that go.
         rewritten: products that `consolidate` rewrites, item → bytes.
+        conversion: of an older step, what becomes of it (a `pdlib.store.migrate.StepMigration`).
         spared: why nothing of the process goes, empty if it does.
     """
 
     step: int
     kept: tuple[str, ...]
     freed: dict[str, int]
-    rewritten: dict[str, int]
+    rewritten: dict[str, int] = field(default_factory=dict[str, int])
+    conversion: Any = None
     spared: str = ""
 
 
@@ -49,11 +61,13 @@ class StripPlan:
 
     Attributes:
         run: its directory.
+        ckpts: the directory of its steps.
         steps: ascending.
         live: whether another process is at work in the run; the plan cannot be applied then.
     """
 
     run: Path
+    ckpts: Path
     steps: tuple[StepPlan, ...]
     live: bool
 
@@ -70,6 +84,7 @@ class StripPlan:
                 "keeps": list(s.kept),
                 "frees": s.freed,
                 "rewrites": s.rewritten,
+                "converts": None if s.conversion is None else s.conversion.layout,
                 "spared": s.spared or None,
             }
             for s in self.steps
@@ -78,10 +93,12 @@ class StripPlan:
 
     def render(self) -> str:
         """The plan as text, a line a step."""
-        lines = [f"{self.run}: {size(self.freed)} would be freed"]
+        lines = [f"{self.run}: {len(self.steps)} steps, {size(self.freed)} to free"]
         for step in self.steps:
             does = [f"free {name} {size(nbytes)}" for name, nbytes in step.freed.items()]
             does += [f"rewrite {name} {size(nbytes)} as one file a leaf" for name, nbytes in step.rewritten.items()]
+            if step.conversion is not None:
+                does.insert(0, f"convert {step.conversion.layout}, {size(step.conversion.nbytes)} of product")
             does += [step.spared] if step.spared else []
             lines.append(f"  step {step.step:<9} keep {', '.join(step.kept) or 'nothing'}; {'; '.join(does) or 'done'}")
         if self.live:
@@ -95,7 +112,7 @@ def plan_strip(
     """Look at what stripping would do; touches nothing.
 
     Args:
-        run: the run directory.
+        run: the run directory, or a directory of older steps.
         step: only this step; all when None.
         keep_newest: spare the processes of this many newest steps that have one, so that the run can resume.
         consolidate: also rewrite products of several files a leaf, or of OCDBT, as one file a leaf.
@@ -103,21 +120,21 @@ def plan_strip(
     Raises:
         NotARun, NoCheckpoint: there is no such run or step.
         StepRefused: `step` is one of those that are spared; says what to pass.
+        ForeignLayout: a step is of no known layout; names the nearest and every difference.
     """
-    home = find_run(locate(run))
-    numbers = step_numbers(home / "ckpts")
+    home, ckpts = _directories(locate(run))
+    numbers = step_numbers(ckpts)
     if step is not None and step not in numbers:
         raise NoCheckpoint(f"{home} holds no step {step}; it holds {', '.join(map(str, numbers)) or 'none'}")
     if not numbers:
         raise NoCheckpoint(f"{home} holds no step yet; there is nothing to strip")
-    items = {number: _items(home / "ckpts" / str(number)) for number in numbers}
-    with_process = [number for number in numbers if any(item.role == "process" for item in items[number].values())]
-    newest = set(with_process[-keep_newest:] if keep_newest > 0 else ())
+    resumable = [number for number in numbers if _may_resume(ckpts / str(number))]
+    newest = set(resumable[-keep_newest:] if keep_newest > 0 else ())
     chosen = numbers if step is None else [step]
-    plans = tuple(_plan(home / "ckpts" / str(n), items[n], spare=n in newest, consolidate=consolidate) for n in chosen)
+    plans = tuple(_plan(ckpts / str(n), spare=n in newest, consolidate=consolidate) for n in chosen)
     if step is not None and plans[0].spared:
         raise StepRefused(f"step {step} of {home} was not stripped: {plans[0].spared}")
-    return StripPlan(home, plans, is_locked(home))
+    return StripPlan(home, ckpts, plans, is_locked(home))
 
 
 def apply_strip(plan: StripPlan, *, wait: bool = True, say: Say = lambda _: None) -> None:
@@ -133,17 +150,35 @@ def apply_strip(plan: StripPlan, *, wait: bool = True, say: Say = lambda _: None
         TornStep, CorruptItem: a product is not whole any more; what was done before stays done.
         StepRefused: the file system cannot let directories change places (for `consolidate`).
     """
-    ckpts = plan.run / "ckpts"
     with locked(plan.run):
-        trash = [entry for entry in ckpts.iterdir() if entry.name.startswith(files.TRASH)]
+        trash = [entry for entry in plan.ckpts.iterdir() if entry.name.startswith(files.TRASH)]
         try:
             for step in plan.steps:
-                trash += _apply(ckpts, step, say)
+                _apply(plan.ckpts, step, say, trash)
         finally:
             if not wait:
                 files.free_later(trash)
             for path in trash if wait else ():
                 files.delete(path)
+
+
+def stripped(step: Path) -> dict[str, Any] | None:
+    """What was stripped of a step, by item, and when; None if nothing was."""
+    try:
+        record = json.loads((step / STRIPPED_FILE).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _directories(path: Path) -> tuple[Path, Path]:
+    try:
+        run = find_run(path)
+    except NotARun:
+        if step_numbers(path):
+            return path, path
+        raise
+    return run, run / "ckpts"
 
 
 def _items(step: Path) -> dict[str, StoredItem]:
@@ -152,39 +187,81 @@ def _items(step: Path) -> dict[str, StoredItem]:
         try:
             found[name] = read_item(step / name)
         except PdlibError:
-            continue  # what is not whole is neither kept nor freed: verify tells of it
+            continue  # what is not pdlib's, or not whole, is looked at by who can
     return found
 
 
-def _plan(home: Path, items: dict[str, StoredItem], *, spare: bool, consolidate: bool) -> StepPlan:
+def _may_resume(step: Path) -> bool:
+    items = _items(step)
+    return any(item.role == "process" for item in items.values()) or (bool(item_names(step)) and not items)
+
+
+def _plan(home: Path, *, spare: bool, consolidate: bool) -> StepPlan:
+    items = _items(home)
+    if not items and item_names(home):
+        return _plan_older(home, spare=spare)
     products = {name: item for name, item in items.items() if item.role == "product"}
-    processes = {name: item for name, item in items.items() if item.role == "process"}
-    why = ""
-    if processes and not products:
-        why = "it has no whole product: nothing would be left of it; look with pdlib verify"
-    elif processes and (home / KEEP_FILE).exists():
-        why = "it is marked to keep; take the mark back first with Manager.keep(step, keep=False)"
-    elif processes and spare:
-        why = "its process is among the newest, which the run resumes from; pass --keep-newest 0 to let it go"
+    freed = {name: item.nbytes for name, item in items.items() if item.role == "process"}
+    why = _reason(home, bool(products), spare=spare) if freed else ""
     for item in products.values():
         try:
             item.check_whole()
         except PdlibError as error:
             why = f"its product is not whole: {error}".splitlines()[0]
-    rewritten = {n: item.nbytes for n, item in products.items() if consolidate and _scattered(item)}
-    freed = {} if why else {name: item.nbytes for name, item in processes.items()}
-    return StepPlan(int(home.name), tuple(products), freed, rewritten, why)
+    from pdlib.store.convert import half_converted
+
+    freed |= {name: sum(file_sizes(home / name).values()) for name in half_converted(home)}
+    rewritten = {name: item.nbytes for name, item in products.items() if consolidate and _scattered(item)}
+    return StepPlan(int(home.name), tuple(products), {} if why else freed, rewritten, spared=why)
+
+
+def _plan_older(home: Path, *, spare: bool) -> StepPlan:
+    """Of a step that another program wrote: convert its one item, or let the one that is all process go."""
+    from pdlib.items.contracts import default_registry
+    from pdlib.store.migrate import plan_step
+
+    registry = default_registry()
+    found = plan_step(home, registry=registry, with_training=False)
+    why = _reason(home, bool(found.leaves), spare=spare)
+    names = item_names(home)
+    mixed = [name for name in names if name not in {item.name for item in registry.items}]
+    gone = mixed or [name for name in names if registry[name].role == "process"]
+    freed = {name: sum(file_sizes(home / name).values()) for name in gone}
+    kept = tuple(found.leaves) if mixed else tuple(name for name in names if name not in gone)
+    if why:
+        return StepPlan(int(home.name), kept, {}, spared=why)
+    return StepPlan(int(home.name), kept, freed, conversion=found if mixed else None)
+
+
+def _reason(home: Path, has_product: bool, *, spare: bool) -> str:
+    """Why the process of a step must stay."""
+    if not has_product:
+        return "it has no whole product: nothing would be left of it; look with pdlib verify"
+    if (home / KEEP_FILE).exists():
+        return "it is marked to keep; take the mark back first with Manager.keep(step, keep=False)"
+    if spare:
+        return "its process is among the newest, which the run resumes from; pass --keep-newest 0 to let it go"
+    return ""
 
 
 def _scattered(item: StoredItem) -> bool:
     return any(leaf.chunks is None or math.prod(leaf.grid) > 1 for leaf in item.leaves if not leaf.is_empty)
 
 
-def _apply(ckpts: Path, plan: StepPlan, say: Say) -> list[Path]:
+def _apply(ckpts: Path, plan: StepPlan, say: Say, trash: list[Path]) -> None:
     home = ckpts / str(plan.step)
-    trash: list[Path] = []
+    if plan.conversion is not None:
+        from pdlib.items.contracts import default_registry
+        from pdlib.store.convert import convert_step
+
+        trash += convert_step(home, plan.conversion, default_registry())
+        _note(home, plan.freed)
+        say(f"step {plan.step}: {plan.conversion.layout} is {', '.join(plan.kept)} now")
+        return
+    own = _items(home)
     for name in plan.kept if plan.freed or plan.rewritten else ():
-        read_item(home / name).check_whole()  # as it is now, not as it was when the plan was made
+        if name in own:
+            own[name].check_whole()  # as it is now, not as it was when the plan was made
     for name in plan.rewritten:
         trash += _consolidate(ckpts, home / name)
         say(f"step {plan.step}: {name} is one file a leaf")
@@ -194,22 +271,12 @@ def _apply(ckpts: Path, plan: StepPlan, say: Say) -> list[Path]:
         found = files.set_aside(home / name, home=ckpts)
         trash += [found] if found is not None else []
         say(f"step {plan.step}: {name} is gone")
-    return trash
 
 
 def _note(home: Path, freed: dict[str, int]) -> None:
     """Leave word of why the step cannot resume; before the fact, as it says nothing while the process is there."""
     record = {"items": freed, "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     files.replace_file(home / STRIPPED_FILE, (json.dumps(record) + "\n").encode())
-
-
-def stripped(step: Path) -> dict[str, Any] | None:
-    """What was stripped of a step and when, None if nothing was."""
-    try:
-        record = json.loads((step / STRIPPED_FILE).read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def _consolidate(ckpts: Path, home: Path) -> list[Path]:

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import typer
 
@@ -23,7 +23,12 @@ app = typer.Typer(
     epilog="Exit codes: 0 done, 1 refused, 2 wrong usage, 3 stopped by a signal (run again to continue).",
 )
 
+REFUSED = 1
 STOPPED = 3
+
+Run = Annotated[str, typer.Argument(metavar="PATH", help="A run directory, or its place in an object store (s3://…).")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Apply = Annotated[bool, typer.Option("--apply", help="Do it; without this nothing is changed.")]
 
 
 @app.callback()
@@ -68,8 +73,8 @@ def train(
 
 @app.command()
 def inspect(
-    run: Annotated[str, typer.Argument(help="A run directory, or its place in an object store (s3://…).")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    run: Run,
+    as_json: AsJson = False,
 ) -> None:
     """Print what a run holds: items, leaves, bytes, and what opening and stripping would cost.
 
@@ -77,8 +82,103 @@ def inspect(
     """
     from pdlib.store.ledger import describe_run
 
-    report = describe_run(run)
-    typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())
+    _show(describe_run(run), as_json)
+
+
+@app.command()
+def verify(path: Run, as_json: AsJson = False) -> None:
+    """Compare every byte with the manifests, and every leaf with its contract. Exits with 1 unless all is whole.
+
+    PATH is a run, a directory of steps, one step, or one item. Example: pdlib verify runs/tms_5-2
+    """
+    from pdlib.store.verify import verify_path
+
+    report = verify_path(path)
+    _show(report, as_json)
+    if not report:
+        raise typer.Exit(REFUSED)
+
+
+@app.command()
+def strip(
+    run: Run,
+    step: Annotated[int | None, typer.Option("--step", help="Only this step.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All steps, which is also the default.")] = False,
+    keep_newest: Annotated[int, typer.Option(min=0, help="Spare the processes of this many newest steps.")] = 1,
+    consolidate: Annotated[bool, typer.Option("--consolidate", help="Rewrite products as one file a leaf.")] = False,
+    layout: Annotated[Path | None, typer.Option("--layout", help="A file that describes your older steps.")] = None,
+    apply: Apply = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Return only when the bytes are given back.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Keep the product only: let the process of steps go. Only says what it would do, until --apply.
+
+    An older step of one item is converted in place. Example: pdlib strip runs/tms_5-2 --keep-newest 0 --apply
+    """
+    from pdlib.store.strip import apply_strip, plan_strip
+
+    if every and step is not None:
+        raise typer.BadParameter("--step and --all exclude each other")
+    known = None if layout is None else _layouts(layout)
+    plan = plan_strip(run, step=step, keep_newest=keep_newest, consolidate=consolidate, known=known)
+    _show(plan, as_json)
+    if apply:
+        apply_strip(plan, wait=wait, say=_note)
+    else:
+        _note("nothing was changed; pass --apply to do it")
+
+
+@app.command()
+def prune(
+    run: Run,
+    products: Annotated[str, typer.Option(help="Products to keep: all, marked, or how many of the newest.")] = "all",
+    processes: Annotated[str, typer.Option(help="Processes to keep: all, marked, or how many of the newest.")] = "all",
+    apply: Apply = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete old steps by role. The newest, the newest resumable and marked steps stay. Dry run until --apply.
+
+    Example: pdlib prune runs/tms_5-2 --processes 1 --apply
+    """
+    from pdlib.store.prune import apply_prune, plan_prune
+    from pdlib.store.retention import Retention, parse_policy
+
+    plan = plan_prune(run, Retention(product=parse_policy(products), process=parse_policy(processes)))
+    _show(plan, as_json)
+    if apply:
+        apply_prune(plan)
+    else:
+        _note("nothing was changed; pass --apply to do it")
+
+
+@app.command()
+def migrate(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A directory of older steps; it is only read.")],
+    destination: Annotated[Path, typer.Argument(metavar="DEST", help="The run directory to make.")],
+    step: Annotated[int | None, typer.Option("--step", help="Only this step.")] = None,
+    with_training: Annotated[
+        bool, typer.Option("--with-training", help="Optimizer states and adversaries too.")
+    ] = False,
+    layout: Annotated[Path | None, typer.Option("--layout", help="A file that describes your older steps.")] = None,
+    apply: Apply = False,
+    as_json: AsJson = False,
+) -> None:
+    """Turn steps of older layouts into a run of today's. Only says what it would do, until --apply.
+
+    Example: pdlib migrate old/checkpoints runs/migrated --apply
+    """
+    from pdlib.items.contracts import default_registry
+    from pdlib.store.migrate import apply_migration, plan_migration
+
+    known = None if layout is None else _layouts(layout)
+    plan = plan_migration(
+        source, destination, registry=default_registry(), with_training=with_training, step=step, known=known
+    )
+    _show(plan, as_json)
+    if apply:
+        apply_migration(plan, say=_note)
+    else:
+        _note("nothing was changed; pass --apply to do it")
 
 
 def main() -> None:
@@ -89,7 +189,27 @@ def main() -> None:
         if os.environ.get("PDLIB_DEBUG"):
             raise
         typer.echo(f"{type(error).__name__}: {error}", err=True)
-        sys.exit(1)
+        sys.exit(REFUSED)
+
+
+class _Printable(Protocol):
+    def as_dict(self) -> dict[str, Any]: ...
+    def render(self) -> str: ...
+
+
+def _layouts(path: Path) -> Any:
+    from pdlib.items.layouts import read_layout
+
+    return (read_layout(path),)
+
+
+def _show(report: _Printable, as_json: bool) -> None:
+    typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())
+
+
+def _note(text: str) -> None:
+    """Say what is done on the standard error, so that what is printed stays JSON where that was asked for."""
+    typer.echo(text, err=True)
 
 
 def _table(results: dict[str, Any]) -> Any:

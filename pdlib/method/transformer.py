@@ -46,8 +46,8 @@ def chunkwise_transformer(
 ) -> ImportanceFn:
     """One bidirectional transformer a chunk of sites, all of the same sizes, run as one (VPD).
 
-    A chunk's taps `[..., T, d]` are RMS-normalised without weight, joined, and projected to the width; then pre-norm blocks
-    (attention over T with rotary positions, no biases; an MLP with biases and erf-GELU), and an affine head a site.
+    A chunk's taps `[..., T, d]` are RMS-normalised without weight, joined, and projected to the width; then pre-norm
+    blocks (attention over T with rotary positions, no biases; an MLP with biases and erf-GELU), an affine head a site.
 
     Parameters, in one Haiku module `chunkwise_transformer`, for K chunks, B blocks, width m, hidden h, D joined taps:
     `input_w [K, D, m]`, `input_b [K, m]`; `query`, `key`, `value`, `output [B, K, m, m]`; `hidden_w [B, K, m, h]`,
@@ -121,10 +121,8 @@ class _Chunkwise(hk.Module):
         stacked["hidden_w"], stacked["hidden_b"] = _affine("hidden", (blocks, count, m, h), (blocks, count, h), gain=2)
         stacked["out_w"], stacked["out_b"] = _affine("out", (blocks, count, h, m), (blocks, count, m))
         head = m // heads
-        frequencies = hk.get_parameter(
-            "frequencies", (head // 2,), init=lambda *_: jnp.asarray(rotary_frequencies(head))
-        )
-        rotation = _rotation(jax.lax.stop_gradient(frequencies), x.shape[-2])
+        buffer = hk.get_parameter("frequencies", (head // 2,), init=lambda *_: jnp.asarray(rotary_frequencies(head)))
+        rotation = _rotation(jax.lax.stop_gradient(buffer), x.shape[-2])
         x = jnp.einsum("kbtd,kdm->kbtm", x, w) + b[:, None, None]
         block = jax.checkpoint(lambda x, p: (_block(x, p, rotation, heads), None))
         x, _ = jax.lax.scan(block, x, stacked)
@@ -163,7 +161,7 @@ def _split(x: Array, heads: int) -> Array:
     return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
-def _rotation(frequencies: Float[Array, half], positions: int) -> tuple[Array, Array]:
+def _rotation(frequencies: Float[Array, " half"], positions: int) -> tuple[Array, Array]:
     angles = jnp.arange(positions, dtype=jnp.float32)[:, None, None] * frequencies[None, None]
     return jnp.cos(angles)[None, None], jnp.sin(angles)[None, None]  # [1, 1, T, 1, half]
 

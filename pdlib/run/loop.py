@@ -23,7 +23,7 @@ from pdlib.run.metrics import append_row
 from pdlib.run.problem import Problem, train_target
 from pdlib.run.spec import RunSpec
 from pdlib.store.checkpoint import Manager
-from pdlib.store.decomposition import restore_decomposition, restore_latest, save_state
+from pdlib.store.decomposition import PRODUCT, restore_decomposition, restore_latest, save_state
 from pdlib.store.files import remove_leftovers
 from pdlib.store.lock import locked
 from pdlib.store.retention import KeepAll, KeepNewest, Retention
@@ -76,8 +76,9 @@ def train(spec: RunSpec, run: Path, reporter: Reporter, *, stop_after: int | Non
         keep = Retention(product=KeepAll(), process=KeepNewest(spec.saving.keep_processes))
         remove_leftovers(run / "ckpts")
         with Manager(run / "ckpts", registry=default_registry(), retention=keep) as manager:
-            step, state = _start(problem, manager, reporter)
-            if step < spec.training.steps:
+            step = manager.latest(items=(PRODUCT,)) or 0
+            if step < spec.training.steps:  # a complete run needs no process, and may have been stripped of it
+                step, state = _start(problem, manager, reporter)
                 horizon = min(spec.training.steps, stop_after or spec.training.steps)
                 with reporter.training(spec.training.steps, step):
                     step = _advance(problem, manager, state, horizon, run, reporter, stop)

@@ -17,16 +17,17 @@ import jax
 from pdlib.errors import ContractError, NoCheckpoint, PdlibError, ReadOnly, SaveFailed, StepRefused, TornStep
 from pdlib.items.contracts import default_registry
 from pdlib.items.registry import Registry
-from pdlib.store import files, processes
+from pdlib.store import processes
 from pdlib.store.arrays import no_ambient_mesh
 from pdlib.store.commit import ItemImage, commit
 from pdlib.store.digest import Verification, content_digest, verify_item
 from pdlib.store.orbax_format import for_orbax
 from pdlib.store.places import is_remote, locate
+from pdlib.store.prune import delete_items, unkept
 from pdlib.store.remote import cached
 from pdlib.store.request import match_request
 from pdlib.store.restore import Where, host_item, open_item, restore_item
-from pdlib.store.retention import Retention, evictions
+from pdlib.store.retention import Retention
 from pdlib.store.snapshot import refuse_tracers, snapshot
 from pdlib.store.stored import KEEP_FILE, StoredItem, check_directory, item_names, read_item, step_numbers
 from pdlib.tree import flatten, stored_names
@@ -169,15 +170,8 @@ class Manager:
         return self._prune()
 
     def _prune(self) -> list[tuple[int, str]]:
-        steps = {step: set(item_names(self.directory / str(step))) for step in step_numbers(self.directory)}
-        roles = {item.name: item.role for item in self.registry.items}
-        marked = {step for step in steps if (self.directory / str(step) / KEEP_FILE).exists()}
-        doomed = evictions(steps, roles, self.retention, marked=marked)
-        for step, item in doomed:
-            home = self.directory / str(step)
-            last = steps[step] == {item}
-            files.discard(home if last else home / item, home=self.directory)
-            steps[step].discard(item)
+        doomed = unkept(self.directory, {item.name: item.role for item in self.registry.items}, self.retention)
+        delete_items(self.directory, doomed)
         return doomed
 
     # Looking

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pdlib.errors import PdlibError
 from pdlib.store import files
 from pdlib.store.migrate import StepMigration, write_step
-from pdlib.store.stored import CONVERTED_FILE, item_names, read_item
+from pdlib.store.notes import note_converted
+from pdlib.store.stored import item_names
 
 STEP_METADATA = "_CHECKPOINT_METADATA"
 
@@ -19,8 +18,8 @@ def convert_step(home: Path, plan: StepMigration, registry: Any) -> list[Path]:
     """Put the items of a plan into a step, then set the older ones aside.
 
     What is made is staged beside the step and held value by value to the original, as `write_step` does; then a note
-    names the older items, the new ones are renamed into the step, and the older ones go. Killed anywhere, the step holds
-    the older items, or the new ones, or both; `half_converted` then says what is left to do.
+    names the older items, the new ones are renamed into the step, and the older ones go. Killed anywhere, the step
+    holds the older items, or the new ones, or both; `half_converted` then says what is left to do.
 
     Args:
         home: the step.
@@ -35,26 +34,13 @@ def convert_step(home: Path, plan: StepMigration, registry: Any) -> list[Path]:
     files.remove_staging(staging)
     try:
         write_step(plan, staging, registry)
-        files.replace_file(home / CONVERTED_FILE, json.dumps({"layout": plan.layout, "items": older}).encode())
+        note_converted(home, plan.layout, older)
         for item in plan.leaves:
             files.move(staging / item, home / item)
         (staging / STEP_METADATA).replace(home / STEP_METADATA)
     finally:
         files.remove_staging(staging)
     return set_older_aside(home, older)
-
-
-def half_converted(home: Path) -> list[str]:
-    """The older items of a step that was converted and then interrupted: what took their place is there, and whole."""
-    try:
-        note = json.loads((home / CONVERTED_FILE).read_bytes())
-        older = [name for name in note["items"] if (home / name).is_dir()]
-        made = [name for name in item_names(home) if name not in older]
-        for name in made:
-            read_item(home / name).check_whole()
-    except (OSError, ValueError, KeyError, TypeError, PdlibError):
-        return []
-    return older if made else []
 
 
 def set_older_aside(home: Path, older: Iterable[str]) -> list[Path]:

@@ -10,6 +10,7 @@ from typing import Any
 from pdlib.errors import NoCheckpoint
 from pdlib.items.state import Decomposition, Factors, TrainState
 from pdlib.store.checkpoint import Manager
+from pdlib.store.notes import stripped
 from pdlib.store.places import locate
 from pdlib.store.stored import find_run
 
@@ -59,7 +60,7 @@ def restore_latest(
     if step is None:
         held = ", ".join(map(str, manager.steps())) or "none"
         raise NoCheckpoint(
-            f"{manager.directory} holds no step with both {PRODUCT} and {PROCESS}; steps: {held}. "
+            f"{manager.directory} holds no step with both {PRODUCT} and {PROCESS}; steps: {held}. {_why(manager)}"
             "Start anew in another directory, or from a product with init_from_parent."
         )
     state = restore_step(manager, step, abstract, mesh=mesh)
@@ -130,6 +131,13 @@ def init_from_parent(
         parent = Manager(find_run(locate(parent)) / "ckpts", read_only=True)
     step = _product_step(parent, step)
     return parent.restore(step, {PRODUCT: abstract}, mesh=mesh)[PRODUCT]
+
+
+def _why(manager: Manager) -> str:
+    """Why steps lack their process, as far as they say so themselves."""
+    notes = {step: stripped(manager.directory / str(step)) for step in manager.steps()}
+    when = [f"{step} at {note['at']}" for step, note in notes.items() if note and PROCESS in note["items"]]
+    return f"It cannot resume: {PROCESS} was stripped of {', '.join(when)}. " if when else ""
 
 
 def _product_step(manager: Manager, step: int | None) -> int:

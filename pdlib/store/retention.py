@@ -69,6 +69,21 @@ def evictions(
     ]
 
 
+def parse_policy(text: str) -> Policy:
+    """`all`, `marked`, or how many of the newest to keep, as the command line takes it.
+
+    Raises:
+        ContractError: it is none of these.
+    """
+    if text == "all":
+        return KeepAll()
+    if text == "marked":
+        return KeepMarked()
+    if text.isascii() and text.isdigit():
+        return KeepNewest(int(text))
+    raise ContractError(f"{text!r} is no policy; write all, marked, or how many of the newest to keep")
+
+
 def _kept(policy: Policy, holding: Sequence[int]) -> set[int]:
     match policy:
         case KeepAll():

@@ -18,8 +18,6 @@ from pdlib.store.places import anywhere, is_remote
 ITEM_FILE = "pdlib.json"
 MANIFEST_FILE = "manifest.json"
 KEEP_FILE = "keep"
-STRIPPED_FILE = "stripped.json"
-CONVERTED_FILE = "converted.json"
 FORMAT = 1
 
 Keys = tuple[str, ...]

@@ -1,35 +1,26 @@
 """Keeps the product of steps and lets the process go: a plan that only looks, and an execution safe to kill.
 
 A step of two items loses its process by one rename, and its product is not touched. An older step of one item is
-converted in place. `consolidate` rewrites products as one file a leaf, compares every bit, and lets the two change places
-in a single step.
+converted in place. `consolidate` rewrites products as one file a leaf, compares every bit, and lets the two change
+places in a single step.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pdlib.errors import NoCheckpoint, NotARun, PdlibError, StepRefused
+from pdlib.items.layouts import Layout
 from pdlib.store import files
 from pdlib.store.ledger import size
 from pdlib.store.lock import is_locked, locked
+from pdlib.store.notes import half_converted, note_stripped
 from pdlib.store.places import locate
-from pdlib.store.stored import (
-    KEEP_FILE,
-    STRIPPED_FILE,
-    StoredItem,
-    file_sizes,
-    find_run,
-    item_names,
-    read_item,
-    step_numbers,
-)
+from pdlib.store.stored import KEEP_FILE, StoredItem, file_sizes, find_run, item_names, read_item, step_numbers
 
 Say = Callable[[str], None]
 
@@ -107,7 +98,12 @@ class StripPlan:
 
 
 def plan_strip(
-    run: str | Path, *, step: int | None = None, keep_newest: int = 1, consolidate: bool = False
+    run: str | Path,
+    *,
+    step: int | None = None,
+    keep_newest: int = 1,
+    consolidate: bool = False,
+    known: tuple[Layout, ...] | None = None,
 ) -> StripPlan:
     """Look at what stripping would do; touches nothing.
 
@@ -116,6 +112,7 @@ def plan_strip(
         step: only this step; all when None.
         keep_newest: spare the processes of this many newest steps that have one, so that the run can resume.
         consolidate: also rewrite products of several files a leaf, or of OCDBT, as one file a leaf.
+        known: the older layouts to recognise; those that pdlib knows when None.
 
     Raises:
         NotARun, NoCheckpoint: there is no such run or step.
@@ -131,7 +128,7 @@ def plan_strip(
     resumable = [number for number in numbers if _may_resume(ckpts / str(number))]
     newest = set(resumable[-keep_newest:] if keep_newest > 0 else ())
     chosen = numbers if step is None else [step]
-    plans = tuple(_plan(ckpts / str(n), spare=n in newest, consolidate=consolidate) for n in chosen)
+    plans = tuple(_plan(ckpts / str(n), spare=n in newest, consolidate=consolidate, known=known) for n in chosen)
     if step is not None and plans[0].spared:
         raise StepRefused(f"step {step} of {home} was not stripped: {plans[0].spared}")
     return StripPlan(home, ckpts, plans, is_locked(home))
@@ -162,15 +159,6 @@ def apply_strip(plan: StripPlan, *, wait: bool = True, say: Say = lambda _: None
                 files.delete(path)
 
 
-def stripped(step: Path) -> dict[str, Any] | None:
-    """What was stripped of a step, by item, and when; None if nothing was."""
-    try:
-        record = json.loads((step / STRIPPED_FILE).read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
-    return record if isinstance(record, dict) else None
-
-
 def _directories(path: Path) -> tuple[Path, Path]:
     try:
         run = find_run(path)
@@ -196,10 +184,10 @@ def _may_resume(step: Path) -> bool:
     return any(item.role == "process" for item in items.values()) or (bool(item_names(step)) and not items)
 
 
-def _plan(home: Path, *, spare: bool, consolidate: bool) -> StepPlan:
+def _plan(home: Path, *, spare: bool, consolidate: bool, known: tuple[Layout, ...] | None) -> StepPlan:
     items = _items(home)
     if not items and item_names(home):
-        return _plan_older(home, spare=spare)
+        return _plan_older(home, spare=spare, known=known)
     products = {name: item for name, item in items.items() if item.role == "product"}
     freed = {name: item.nbytes for name, item in items.items() if item.role == "process"}
     why = _reason(home, bool(products), spare=spare) if freed else ""
@@ -208,20 +196,18 @@ def _plan(home: Path, *, spare: bool, consolidate: bool) -> StepPlan:
             item.check_whole()
         except PdlibError as error:
             why = f"its product is not whole: {error}".splitlines()[0]
-    from pdlib.store.convert import half_converted
-
     freed |= {name: sum(file_sizes(home / name).values()) for name in half_converted(home)}
     rewritten = {name: item.nbytes for name, item in products.items() if consolidate and _scattered(item)}
     return StepPlan(int(home.name), tuple(products), {} if why else freed, rewritten, spared=why)
 
 
-def _plan_older(home: Path, *, spare: bool) -> StepPlan:
+def _plan_older(home: Path, *, spare: bool, known: tuple[Layout, ...] | None) -> StepPlan:
     """Of a step that another program wrote: convert its one item, or let the one that is all process go."""
     from pdlib.items.contracts import default_registry
     from pdlib.store.migrate import plan_step
 
     registry = default_registry()
-    found = plan_step(home, registry=registry, with_training=False)
+    found = plan_step(home, registry=registry, with_training=False, known=known)
     why = _reason(home, bool(found.leaves), spare=spare)
     names = item_names(home)
     mixed = [name for name in names if name not in {item.name for item in registry.items}]
@@ -255,7 +241,7 @@ def _apply(ckpts: Path, plan: StepPlan, say: Say, trash: list[Path]) -> None:
         from pdlib.store.convert import convert_step
 
         trash += convert_step(home, plan.conversion, default_registry())
-        _note(home, plan.freed)
+        note_stripped(home, plan.freed)
         say(f"step {plan.step}: {plan.conversion.layout} is {', '.join(plan.kept)} now")
         return
     own = _items(home)
@@ -266,17 +252,11 @@ def _apply(ckpts: Path, plan: StepPlan, say: Say, trash: list[Path]) -> None:
         trash += _consolidate(ckpts, home / name)
         say(f"step {plan.step}: {name} is one file a leaf")
     if plan.freed:
-        _note(home, plan.freed)
+        note_stripped(home, plan.freed)
     for name in plan.freed:
         found = files.set_aside(home / name, home=ckpts)
         trash += [found] if found is not None else []
         say(f"step {plan.step}: {name} is gone")
-
-
-def _note(home: Path, freed: dict[str, int]) -> None:
-    """Leave word of why the step cannot resume; before the fact, as it says nothing while the process is there."""
-    record = {"items": freed, "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-    files.replace_file(home / STRIPPED_FILE, (json.dumps(record) + "\n").encode())
 
 
 def _consolidate(ckpts: Path, home: Path) -> list[Path]:

@@ -73,6 +73,16 @@ def unflatten(skeleton: Skeleton, leaves: Sequence[Any]) -> Any:
     return dict(zip(skeleton["keys"], children, strict=True))
 
 
+def nest(places: Mapping[Keys, int]) -> Skeleton:
+    """The skeleton of nested dicts over some leaves' keys, in their order; a leaf at no key is the whole tree."""
+    if () in places:
+        return {"leaf": places[()]}
+    groups: dict[str, dict[Keys, int]] = {}
+    for keys, place in places.items():
+        groups.setdefault(keys[0], {})[keys[1:]] = place
+    return {"kind": "dict", "keys": [*groups], "children": [nest(group) for group in groups.values()]}
+
+
 def select(skeleton: Skeleton, wanted: Callable[[int], bool]) -> Skeleton | None:
     """The part of a skeleton whose leaves are wanted, None where none is left; lost entries of a sequence are None."""
     if "leaf" in skeleton:

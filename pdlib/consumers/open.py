@@ -12,8 +12,8 @@ from pdlib.errors import ContractError, NoCheckpoint
 from pdlib.items.state import Decomposition, Factors
 from pdlib.store.checkpoint import Manager
 from pdlib.store.decomposition import PRODUCT, restore_decomposition, restore_decomposition_to_host
+from pdlib.store.find import find_run
 from pdlib.store.places import locate
-from pdlib.store.stored import find_run
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdlib.errors import ContractError
-from pdlib.items.specs import ItemSpec, LeafSpec
+from pdlib.items.specs import Change, ItemSpec, LeafSpec
 
 if TYPE_CHECKING:
     from pdlib.items.registry import Registry
@@ -73,15 +73,14 @@ def read_contract(path: Path) -> ItemSpec:
         table = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ContractError(f"{path}: {error}; a contract is a UTF-8 TOML file") from error
-    _known(path, table, {"item", "version", "role", "leaf"})
-    rows = table.get("leaf", [])
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ContractError(f"{path}: leaf = {rows!r}; write each leaf row as a table [[leaf]]")
-    for row in rows:
-        _known(path, row, {"path", "dims", "dtype", "shard", "optional", "like"})
+    _known(path, table, {"item", "version", "role", "leaf", "change"})
+    rows = _tables(path, table, "leaf", {"path", "dims", "dtype", "shard", "optional", "like"})
+    steps = _tables(path, table, "change", {"before", "path", "to", "drop"})
     try:
-        leaves = [LeafSpec(**row) for row in rows]
-        return ItemSpec(name=table["item"], version=table["version"], role=table["role"], leaves=leaves)
+        leaves, changes = [LeafSpec(**row) for row in rows], [Change(**step) for step in steps]
+        return ItemSpec(
+            name=table["item"], version=table["version"], role=table["role"], leaves=leaves, changes=changes
+        )
     except KeyError as error:
         raise ContractError(f"{path}: {error.args[0]!r} is missing") from error
     except (ContractError, TypeError) as error:
@@ -94,6 +93,15 @@ def default_registry() -> Registry:
     from pdlib.items.registry import Registry
 
     return Registry((load_contract("decomposition"), load_contract("training")))
+
+
+def _tables(path: Path, table: dict[str, Any], name: str, allowed: set[str]) -> list[dict[str, Any]]:
+    rows = table.get(name, [])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ContractError(f"{path}: {name} = {rows!r}; write each {name} row as a table [[{name}]]")
+    for row in rows:
+        _known(path, row, allowed)
+    return rows
 
 
 def _known(path: Path, table: dict[str, Any], allowed: set[str]) -> None:

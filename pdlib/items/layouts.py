@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pdlib.errors import ContractError
 from pdlib.items.contracts import specs_dir
-from pdlib.items.specs import Keys, fill_keys, match_keys
+from pdlib.items.paths import Keys, fill_keys, match_keys
 
 _FIELDS = {"from", "to", "drop", "squeeze", "stack", "unit", "split", "like", "optional"}
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
 
 from pdlib.errors import ContractError
+from pdlib.items.paths import CAPTURE, Keys, fill_keys, match_keys
 
-Keys = tuple[str, ...]
 Role = Literal["product", "process"]
 
 _DIM = re.compile(r"(?P<rest>\.\.\.)|(?P<any>_)|(?P<size>\d+)|(?P<name>[A-Za-z]\w*)(?P<plus>[+-]\d+)?")
-_CAPTURE = re.compile(r"\{([A-Za-z]\w*)\}")
 _ITEM_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _DTYPE = re.compile(
     r"bool|u?int(2|4|8|16|32|64)|float(16|32|64)|bfloat16|complex(64|128)|float(4|6|8)_e\dm\d\w*|key(<\w+>)?"
@@ -81,7 +80,7 @@ class LeafSpec:
         if not self.path or "" in self.path.split("/"):
             raise ContractError(f"{where}: the path has an empty key; write keys joined by single slashes")
         for key in self.path.split("/"):
-            if ("{" in key or "}" in key) and not _CAPTURE.fullmatch(key):
+            if ("{" in key or "}" in key) and not CAPTURE.fullmatch(key):
                 raise ContractError(f"{where}: {key!r} captures nothing; write {{name}} for one whole key")
         for dtype in self.dtypes:
             if not _DTYPE.fullmatch(dtype):
@@ -112,7 +111,7 @@ class LeafSpec:
     @cached_property
     def captures(self) -> frozenset[str]:
         """The names that the path captures."""
-        return frozenset(m[1] for s in self.segments if (m := _CAPTURE.fullmatch(s)))
+        return frozenset(m[1] for s in self.segments if (m := CAPTURE.fullmatch(s)))
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -154,6 +153,39 @@ class LeafSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Change:
+    """What became of some leaves of earlier versions of an item, so that these open under today's contract.
+
+    Attributes:
+        before: the version that made the change; it is made to what earlier ones stored.
+        path: which leaves, as `LeafSpec.path` has it.
+        to: their path since then, with what `path` captures and its `**`; None where they are dropped.
+        drop: why they are dropped.
+
+    Raises:
+        ContractError: at construction, unless exactly one of `to` and `drop` is given.
+    """
+
+    before: int
+    path: str
+    to: str | None = None
+    drop: str = ""
+
+    def __post_init__(self) -> None:
+        if type(self.before) is not int or self.before < 2:
+            raise ContractError(
+                f"change of {self.path!r}: before={self.before!r}; write the version that made it, from 2"
+            )
+        if (self.to is None) == (not self.drop):
+            raise ContractError(f"change of {self.path!r}: write either to = its new path, or drop = why it went")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The change as a contract file would hold it."""
+        where = {"drop": self.drop} if self.to is None else {"to": self.to}
+        return {"before": self.before, "path": self.path, **where}
+
+
+@dataclass(frozen=True, kw_only=True)
 class ItemSpec:
     """The contract of one stored item.
 
@@ -162,6 +194,7 @@ class ItemSpec:
         version: from 1 up; a contract that was used to write is never changed, only succeeded.
         role: `product` (what a user of the result needs) or `process` (what only its continuation needs).
         leaves: the rows; the first that fits a leaf is its row, and a leaf that none matches is refused.
+        changes: what became of leaves of earlier versions, in the order in which it happened.
 
     Raises:
         ContractError: at construction.
@@ -171,9 +204,11 @@ class ItemSpec:
     version: int = 1
     role: Role = "product"
     leaves: Sequence[LeafSpec] = ()
+    changes: Sequence[Change] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "leaves", tuple(self.leaves))
+        object.__setattr__(self, "changes", tuple(self.changes))
         name: Any = self.name
         rows: Sequence[Any] = self.leaves
         if not isinstance(name, str) or not _ITEM_NAME.fullmatch(name):
@@ -189,6 +224,12 @@ class ItemSpec:
         for row in rows:
             if not isinstance(row, LeafSpec):
                 raise ContractError(f"item {self.name}: leaf row {row!r} is a {type(row).__name__}; write a LeafSpec")
+        for change in self.changes:
+            if change.before > self.version:
+                raise ContractError(
+                    f"item {self.name} v{self.version}: change of {change.path!r} is of version {change.before}; "
+                    "write it into the contract of that version"
+                )
 
     @property
     def title(self) -> str:
@@ -202,7 +243,20 @@ class ItemSpec:
             "version": self.version,
             "role": self.role,
             "leaf": [leaf.as_dict() for leaf in self.leaves],
+            **({"change": [change.as_dict() for change in self.changes]} if self.changes else {}),
         }
+
+    def moved(self, keys: Keys, *, version: int) -> Keys | None:
+        """Where a leaf that an earlier version stored at `keys` is today; None where it was dropped."""
+        for change in self.changes:
+            if change.before <= version:
+                continue
+            captures = next(match_keys(tuple(change.path.split("/")), keys), None)
+            if captures is not None:
+                if change.to is None:
+                    return None
+                keys = fill_keys(tuple(change.to.split("/")), captures)
+        return keys
 
     @cached_property
     def digest(self) -> str:
@@ -246,38 +300,3 @@ def parse_dim(text: str) -> Dim:
         return Dim("name", m["name"], int(m["plus"] or 0))
     kind = "rest" if m["rest"] else "any" if m["any"] else "size"
     return Dim(kind, "", int(m["size"] or 0))
-
-
-def match_keys(segments: Keys, keys: Keys, found: Mapping[str, Keys] | None = None) -> Iterator[dict[str, Keys]]:
-    """Every way in which a path pattern matches keys: capture → the key it took; `**` → those that its first took."""
-    found = found or {}
-    if not segments:
-        if not keys:
-            yield {**found}
-        return
-    head, rest = segments[0], segments[1:]
-    if head == "**":
-        for taken in range(len(keys) + 1):
-            yield from match_keys(rest, keys[taken:], {"**": keys[:taken], **found})
-        return
-    if not keys:
-        return
-    capture = _CAPTURE.fullmatch(head)
-    if capture:
-        if found.get(capture[1], keys[:1]) == keys[:1]:
-            yield from match_keys(rest, keys[1:], {**found, capture[1]: keys[:1]})
-    elif head == keys[0] or ("*" in head and _glob(head, keys[0])):
-        yield from match_keys(rest, keys[1:], found)
-
-
-def fill_keys(segments: Keys, captures: Mapping[str, Keys]) -> Keys:
-    """The path that a pattern gives for these captures; what is not captured stays as it stands."""
-    parts: list[Keys] = []
-    for segment in segments:
-        capture = _CAPTURE.fullmatch(segment)
-        parts.append(captures.get(capture[1] if capture else segment, (segment,)))
-    return tuple(key for part in parts for key in part)
-
-
-def _glob(pattern: str, key: str) -> bool:
-    return re.fullmatch(".*".join(re.escape(part) for part in pattern.split("*")), key, re.DOTALL) is not None

@@ -59,7 +59,8 @@ class Assembly:
 def read_assembly(leaf: Assembly, into: np.ndarray) -> None:
     """Fill an array of the leaf's shape from its parts, without another copy of any."""
     targets = into.reshape(len(leaf.parts), *leaf.parts[0].shape)  # axes of size one come and go without a copy
-    for part, target in zip(leaf.parts, targets, strict=True):
+    for place, part in enumerate(leaf.parts):
+        target = targets[place : place + 1].reshape(part.shape)  # a view for leaves without dimensions too
         read_into(part.leaf, part.index, target, where=part.item.directory)
 
 

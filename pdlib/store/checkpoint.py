@@ -21,6 +21,8 @@ from pdlib.store import processes
 from pdlib.store.arrays import no_ambient_mesh
 from pdlib.store.commit import ItemImage, commit
 from pdlib.store.digest import Verification, content_digest, verify_item
+from pdlib.store.evolve import evolve
+from pdlib.store.find import check_directory
 from pdlib.store.orbax_format import for_orbax
 from pdlib.store.places import is_remote, locate
 from pdlib.store.prune import delete_items, unkept
@@ -29,7 +31,7 @@ from pdlib.store.request import match_request
 from pdlib.store.restore import Where, host_item, open_item, restore_item
 from pdlib.store.retention import Retention
 from pdlib.store.snapshot import refuse_tracers, snapshot
-from pdlib.store.stored import KEEP_FILE, StoredItem, check_directory, item_names, read_item, step_numbers
+from pdlib.store.stored import KEEP_FILE, StoredItem, item_names, read_item, step_numbers
 from pdlib.tree import flatten, stored_names
 
 Layout = Literal["raw", "ocdbt"]
@@ -214,10 +216,17 @@ class Manager:
     def describe(self, step: int, item: str) -> StoredItem:
         """What is stored of an item: contract, structure, leaves and files; reads no array.
 
+        Of an item of an earlier version, as today's contract has it: its changes are made to what is read, and no
+        byte of what is stored is touched.
+
         Raises:
             NoCheckpoint, TornStep, ForeignLayout: there is no such item, or it is not whole, or not pdlib's.
             ContractError: the item is not registered, or was written under a newer contract.
         """
+        stored = self._stored(step, item)
+        return evolve(cached(stored), self.registry[item])
+
+    def _stored(self, step: int, item: str) -> StoredItem:
         spec = self.registry[item]
         if step not in self.steps():
             check_directory(self.directory)
@@ -229,7 +238,7 @@ class Manager:
                 f"{stored.directory} was written under {item} v{stored.version}, the registry knows v{spec.version}; "
                 "open it with the pdlib that wrote it, or register the newer contract"
             )
-        return cached(stored)
+        return stored
 
     def verify(self, step: int, *, items: tuple[str, ...] = ()) -> Verification:
         """Compare every byte of a step, or of some of its items, with what was written, missing evidence included."""
@@ -245,7 +254,7 @@ class Manager:
 
     def content_digest(self, step: int, item: str) -> str:
         """A digest of an item's values that does not depend on shards, layout, files or process."""
-        return content_digest(self.describe(step, item))
+        return content_digest(cached(self._stored(step, item)))
 
     # Restoring
 

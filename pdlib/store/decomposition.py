@@ -10,9 +10,9 @@ from typing import Any
 from pdlib.errors import NoCheckpoint
 from pdlib.items.state import Decomposition, Factors, TrainState
 from pdlib.store.checkpoint import Manager
+from pdlib.store.find import find_run
 from pdlib.store.notes import stripped
 from pdlib.store.places import locate
-from pdlib.store.stored import find_run
 
 PRODUCT, PROCESS = "decomposition", "training"
 

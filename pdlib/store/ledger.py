@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdlib.errors import NoCheckpoint, PdlibError
-from pdlib.store.places import locate
-from pdlib.store.stored import KEEP_FILE, StoredItem, StoredLeaf, find_run, item_names, read_item, step_numbers
+from pdlib.errors import NoCheckpoint, NotARun, PdlibError
+from pdlib.store.find import find_run
+from pdlib.store.notes import stripped
+from pdlib.store.places import is_remote, locate
+from pdlib.store.stored import (
+    ITEM_FILE,
+    KEEP_FILE,
+    StoredItem,
+    StoredLeaf,
+    file_sizes,
+    item_names,
+    read_item,
+    step_numbers,
+)
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step: its whole items, and what is wrong with the others."""
+    """One step: its whole items, what is wrong with the others, and what was done to it.
+
+    Attributes:
+        step: its number.
+        items: the whole ones, of today's layout.
+        problems: of the others, a line each.
+        kept: whether it is marked to keep.
+        older: of a step in an older layout, which one, and what migrating it would read.
+        stripped: item → bytes of what was stripped of it.
+    """
 
     step: int
     items: tuple[StoredItem, ...]
     problems: tuple[str, ...]
     kept: bool
+    older: str = ""
+    stripped: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True)
@@ -49,6 +72,8 @@ class RunReport:
                 {
                     "step": step.step,
                     "kept": step.kept,
+                    "older_layout": step.older or None,
+                    "stripped": dict(step.stripped),
                     "problems": list(step.problems),
                     "items": [_item_dict(item) for item in step.items],
                 }
@@ -60,8 +85,9 @@ class RunReport:
         """The report as text: a line a step, and the newest step's leaves."""
         lines = [f"{self.path}: {len(self.steps)} steps"]
         for step in self.steps:
-            held = ", ".join(f"{item.name} {size(item.nbytes)}" for item in step.items) or "no whole item"
-            lines.append(f"  step {step.step:<9} {held}{'  (kept)' if step.kept else ''}")
+            held = ", ".join(f"{item.name} {size(item.nbytes)}" for item in step.items) or step.older or "no whole item"
+            gone = f"  ({', '.join(step.stripped)} stripped: it cannot resume)" if step.stripped else ""
+            lines.append(f"  step {step.step:<9} {held}{'  (kept)' if step.kept else ''}{gone}")
             lines += [f"    {problem}" for problem in step.problems]
         for item in self.steps[-1].items if self.steps else ():
             lines.append(f"\nstep {self.steps[-1].step}, {item.name} v{item.version} ({item.role}), {item.layout}:")
@@ -91,11 +117,26 @@ def describe_run(path: str | Path) -> RunReport:
         NotARun: the path is no run; names the right one where it can.
         NoCheckpoint: the run has no step yet.
     """
-    run = find_run(locate(path))
-    steps = step_numbers(run / "ckpts")
+    run, ckpts = find_steps(locate(path))
+    steps = step_numbers(ckpts)
     if not steps:
         raise NoCheckpoint(f"{run} holds no step yet; let it train to its first save")
-    return RunReport(run, tuple(_step(run / "ckpts", step) for step in steps))
+    return RunReport(run, tuple(_step(ckpts, step) for step in steps))
+
+
+def find_steps(path: Path) -> tuple[Path, Path]:
+    """A run and the directory of its steps; of steps outside a run, as older ones often are, that directory twice.
+
+    Raises:
+        NotARun: the path is neither; names the right one where it can.
+    """
+    try:
+        run = find_run(path)
+    except NotARun:
+        if step_numbers(path):
+            return path, path
+        raise
+    return run, run / "ckpts"
 
 
 def leaf_bytes(item: StoredItem, leaf: StoredLeaf) -> int:
@@ -120,14 +161,32 @@ def size(nbytes: int) -> str:
 def _step(ckpts: Path, step: int) -> StepReport:
     items: list[StoredItem] = []
     problems: list[str] = []
-    for name in item_names(ckpts / str(step)):
+    home = ckpts / str(step)
+    older = older_layout(home)
+    for name in () if older else item_names(home):
         try:
-            item = read_item(ckpts / str(step) / name)
+            item = read_item(home / name)
             item.check_whole()
             items.append(item)
         except PdlibError as error:
             problems.append(str(error).splitlines()[0])
-    return StepReport(step, tuple(items), tuple(problems), (ckpts / str(step) / KEEP_FILE).exists())
+    gone = {n: b for n, b in (stripped(home) or {"items": {}})["items"].items() if not (home / n).exists()}
+    return StepReport(step, tuple(items), tuple(problems), (home / KEEP_FILE).exists(), older, gone)
+
+
+def older_layout(home: Path) -> str:
+    """What a step in an older layout is, for people; empty for one of today's, or of no known layout."""
+    from pdlib.items.layouts import layouts
+    from pdlib.store.recognise import recognise
+
+    if is_remote(home) or any((home / name / ITEM_FILE).exists() for name in item_names(home)):
+        return ""
+    try:
+        found = recognise(home, layouts())
+    except PdlibError:
+        return ""
+    held = ", ".join(f"{name} {size(sum(file_sizes(home / name).values()))}" for name in found.items)
+    return f"older layout {found.layout.name}: {held}, {len(found.found)} leaves; pdlib migrate makes a run of it"
 
 
 def _is_mapped(leaf: StoredLeaf) -> bool:

@@ -29,7 +29,7 @@ from pdlib.store.places import locate
 from pdlib.store.recognise import recognise
 from pdlib.store.seal import Entries, seal_item, seal_step, write_entry
 from pdlib.store.stored import StoredLeaf, chunk_file, step_numbers
-from pdlib.tree import Skeleton, stored_names
+from pdlib.tree import nest, stored_names
 
 LINEAGE_FILE = "lineage.json"
 Say = Callable[[str], None]
@@ -235,29 +235,21 @@ def _write_item(home: Path, registry: Registry, item: str, leaves: tuple[Assembl
         read_assembly(leaf, array)
         write_entry(home, file, as_bytes(array), entries)
         write_entry(home, f"{record.name}/.zarray", zarray(record), entries)
-        # Read once more, and the file as it reads now: a fault of the disk or of memory shows as a difference.
+        # Read once more, over other bits, and held to the file as it reads now: any fault shows as a difference.
+        values = np.frombuffer(as_bytes(array), np.uint8)
+        np.invert(values, out=values)
         read_assembly(leaf, array)
-        if not np.array_equal(np.fromfile(home / file, np.uint8), as_bytes(array)):
+        if not np.array_equal(np.memmap(home / file, np.uint8, mode="r"), values):
             raise CorruptItem(f"{home.name}: {'/'.join(leaf.keys)} is not what was read; check the disk, and try again")
         del array
-    seal_item(home, registry[item], _skeleton(leaves), records, layout="raw", entries=entries)
-
-
-def _skeleton(leaves: tuple[Assembly, ...]) -> Skeleton:
-    """Nested dicts over the leaves' keys, in their order."""
-    root: dict[str, Any] = {}
-    for place, leaf in enumerate(leaves):
-        node = root
-        for key in leaf.keys[:-1]:
-            node = node.setdefault(key, {})
-        node[leaf.keys[-1]] = place
-    return _node(root)
-
-
-def _node(node: Any) -> Skeleton:
-    if isinstance(node, int):
-        return {"leaf": node}
-    return {"kind": "dict", "keys": [*node], "children": [_node(child) for child in node.values()]}
+    seal_item(
+        home,
+        registry[item],
+        nest({leaf.keys: place for place, leaf in enumerate(leaves)}),
+        records,
+        layout="raw",
+        entries=entries,
+    )
 
 
 def _lineage(plan: MigrationPlan) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from typing import Any
 
 from pdlib.errors import NoCheckpoint
 from pdlib.store import files
+from pdlib.store.find import find_run
 from pdlib.store.ledger import size
 from pdlib.store.lock import is_locked, locked
 from pdlib.store.places import locate
 from pdlib.store.retention import Retention, evictions
-from pdlib.store.stored import KEEP_FILE, file_sizes, find_run, item_names, read_item, step_numbers
+from pdlib.store.stored import KEEP_FILE, file_sizes, item_names, read_item, step_numbers
 
 Pairs = list[tuple[int, str]]
 

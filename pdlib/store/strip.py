@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdlib.errors import NoCheckpoint, NotARun, PdlibError, StepRefused
+from pdlib.errors import NoCheckpoint, PdlibError, StepRefused
 from pdlib.items.layouts import Layout
 from pdlib.store import files
-from pdlib.store.ledger import size
+from pdlib.store.ledger import find_steps, size
 from pdlib.store.lock import is_locked, locked
 from pdlib.store.notes import half_converted, note_stripped
 from pdlib.store.places import locate
-from pdlib.store.stored import KEEP_FILE, StoredItem, file_sizes, find_run, item_names, read_item, step_numbers
+from pdlib.store.stored import KEEP_FILE, StoredItem, file_sizes, item_names, read_item, step_numbers
 
 Say = Callable[[str], None]
 
@@ -119,7 +119,7 @@ def plan_strip(
         StepRefused: `step` is one of those that are spared; says what to pass.
         ForeignLayout: a step is of no known layout; names the nearest and every difference.
     """
-    home, ckpts = _directories(locate(run))
+    home, ckpts = find_steps(locate(run))
     numbers = step_numbers(ckpts)
     if step is not None and step not in numbers:
         raise NoCheckpoint(f"{home} holds no step {step}; it holds {', '.join(map(str, numbers)) or 'none'}")
@@ -157,16 +157,6 @@ def apply_strip(plan: StripPlan, *, wait: bool = True, say: Say = lambda _: None
                 files.free_later(trash)
             for path in trash if wait else ():
                 files.delete(path)
-
-
-def _directories(path: Path) -> tuple[Path, Path]:
-    try:
-        run = find_run(path)
-    except NotARun:
-        if step_numbers(path):
-            return path, path
-        raise
-    return run, run / "ckpts"
 
 
 def _items(step: Path) -> dict[str, StoredItem]:

@@ -13,9 +13,11 @@ from pdlib.items.contracts import default_registry, load_contract
 from pdlib.items.registry import Registry
 from pdlib.store.digest import Verification, verify_item
 from pdlib.store.files import STAGING, TRASH
+from pdlib.store.find import find_run
+from pdlib.store.ledger import older_layout
 from pdlib.store.mapped import numpy_dtype
 from pdlib.store.places import anywhere, locate
-from pdlib.store.stored import ITEM_FILE, StoredItem, find_run, item_names, read_item, step_numbers
+from pdlib.store.stored import ITEM_FILE, StoredItem, item_names, read_item, step_numbers
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ def verify_path(path: str | Path) -> Report:
             files += verify_item(item)
             contracts += [f"{label}: {line}" for line in _contract(item)]
         except PdlibError as error:
+            older = older_layout(home.parent)
+            error = f"{older.split(';')[0]}, written without a manifest" if older else error
             files += Verification(unverifiable=(f"{label}: {error}".splitlines()[0],))
     homes = {home.parent.parent for home in items}
     leftovers = tuple(f"{h}/{e.name}" for h in homes for e in h.iterdir() if e.name.startswith((STAGING, TRASH)))

@@ -118,7 +118,9 @@ class _Chunkwise(hk.Module):
         x = jnp.stack(joined).reshape(count, -1, *joined[0].shape[-2:])  # [K, batch, T, D]
         w, b = _affine("input", (count, x.shape[-1], m), (count, m))
         stacked = {name: _matrix(name, (blocks, count, m, m)) for name in ("query", "key", "value", "output")}
-        stacked["hidden_w"], stacked["hidden_b"] = _affine("hidden", (blocks, count, m, h), (blocks, count, h), gain=2.0)
+        stacked["hidden_w"], stacked["hidden_b"] = _affine(
+            "hidden", (blocks, count, m, h), (blocks, count, h), gain=2.0
+        )
         stacked["out_w"], stacked["out_b"] = _affine("out", (blocks, count, h, m), (blocks, count, m))
         head = m // heads
         buffer = hk.get_parameter("frequencies", (head // 2,), init=lambda *_: jnp.asarray(rotary_frequencies(head)))

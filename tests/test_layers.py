@@ -35,7 +35,7 @@ ONLY_IN: dict[str, set[str]] = {
     "optax": {"method/step.py", "run/problem.py", "targets/tms.py"},
     "haiku": {"method", "targets"},
     "orbax": {"store", "items/registry.py"},
-    "tensorstore": {"store/orbax_format.py"},
+    "tensorstore": {"store/zarr.py"},
     "hypothesis": {"testing.py"},
     "matplotlib": {"consumers/plots.py"},
     "pydantic": {"run/spec.py"},
@@ -45,9 +45,11 @@ ONLY_IN: dict[str, set[str]] = {
     "beartype": set(),
     "pytest": set(),
 }
-READS = {"store", "consumers/open.py", "run/directory.py", "run/metrics.py", "run/spec.py", "items/contracts.py"}
+READS = {"store", "consumers/open.py", "run/directory.py", "run/metrics.py", "run/spec.py", "items/contracts.py",
+         "items/layouts.py"}  # fmt: skip
 WRITES = {
-    "store/files.py", "store/remote.py", "store/commit.py", "store/checkpoint.py", "run/directory.py", "run/metrics.py",
+    "store/files.py", "store/remote.py", "store/commit.py", "store/consolidate.py", "store/convert.py", "store/lock.py",
+    "store/migrate.py", "store/checkpoint.py", "run/directory.py", "run/metrics.py",
     "run/loop.py", "consumers/plots.py", "testing.py",
 }  # fmt: skip
 PRINTS = {"cli.py", "run/progress.py"}

@@ -61,7 +61,7 @@ def read_assembly(leaf: Assembly, into: np.ndarray) -> None:
     targets = into.reshape(len(leaf.parts), *leaf.parts[0].shape)  # axes of size one come and go without a copy
     for place, part in enumerate(leaf.parts):
         target = targets[place : place + 1].reshape(part.shape)  # a view for leaves without dimensions too
-        read_into(part.leaf, part.index, target, where=part.item.directory)
+        read_into(part.item, part.leaf, part.index, target)
 
 
 def assemble(step: Recognised) -> dict[str, tuple[Assembly, ...]]:

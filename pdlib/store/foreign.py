@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pdlib.errors import ForeignLayout, NoCheckpoint, TornStep
+from pdlib.store.zarr import open_array, read_part
 
 Keys = tuple[str, ...]
 METADATA_FILE = "_METADATA"
@@ -92,41 +92,14 @@ def open_leaf(item: ForeignItem, keys: Keys) -> ForeignLeaf:
     Raises:
         TornStep: its description is missing or unreadable.
     """
-    import tensorstore as ts
-
-    base = {"driver": "file", "path": f"{item.directory.absolute()}/"}
-    name = f"{'.'.join(keys)}/"
-    store = {"driver": "ocdbt", "base": base, "path": name} if item.ocdbt else {**base, "path": base["path"] + name}
-    spec = {"driver": "zarr3" if item.zarr3 else "zarr", "kvstore": store}
-    try:
-        handle = ts.open(spec, open=True, read=True, context=context()).result()
-    except ValueError as error:
-        raise _torn(item.directory, keys, error) from error
+    handle = open_array(item.directory, ".".join(keys), ocdbt=item.ocdbt, zarr3=item.zarr3)
     return ForeignLeaf(keys, tuple(handle.shape), np.dtype(handle.dtype.numpy_dtype), handle)
 
 
-def read_into(leaf: ForeignLeaf, index: Sequence[slice], into: np.ndarray, *, where: Path) -> None:
-    """Read a part of a leaf straight into an array of the same shape; no second copy of it is made here.
+def read_into(item: ForeignItem, leaf: ForeignLeaf, index: Sequence[slice], into: np.ndarray) -> None:
+    """Read a part of a leaf straight into an array of the same shape.
 
     Raises:
-        TornStep: the data are missing or unreadable.
+        TornStep: its data are missing or unreadable.
     """
-    import tensorstore as ts
-
-    try:
-        ts.array(into, context=context()).write(leaf.handle[tuple(index)]).result()
-    except ValueError as error:
-        raise _torn(where, leaf.keys, error) from error
-
-
-def _torn(where: Path, keys: Keys, error: Exception) -> TornStep:
-    name = "/".join(keys)
-    return TornStep(f"{where}: leaf {name} cannot be read; restore it from a copy, or take another step\n{error}")
-
-
-@cache
-def context() -> Any:
-    """TensorStore without a cache: what is read is read once, and memory holds nothing of it afterwards."""
-    import tensorstore as ts
-
-    return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+    read_part(leaf.handle, index, into, directory=item.directory, name=".".join(leaf.keys))

@@ -112,7 +112,7 @@ def _overlaps(leaf: StoredLeaf, index: Index) -> list[tuple[str, Index, Index]]:
 
 def _read_tasks(item: StoredItem, leaf: StoredLeaf, index: Index, region: np.ndarray) -> Iterable[Callable[[], None]]:
     if leaf.chunks is None and region.size:
-        yield _tensorstore_reader(item, leaf, index, region)
+        yield _stored_reader(item, leaf, index, region)
     for file, inside, target in _overlaps(leaf, index):
         part = region[(*target, ...)]
         whole = all(s.start == 0 and s.stop == n for s, n in zip(inside, leaf.chunks or (), strict=True))
@@ -152,16 +152,12 @@ def _copier(item: StoredItem, leaf: StoredLeaf, file: str, inside: Index, part: 
     return copy
 
 
-def _tensorstore_reader(item: StoredItem, leaf: StoredLeaf, index: Index, region: np.ndarray) -> Callable[[], None]:
+def _stored_reader(item: StoredItem, leaf: StoredLeaf, index: Index, region: np.ndarray) -> Callable[[], None]:
     def read() -> None:
-        from pdlib.store.orbax_format import tensorstore_leaf
+        from pdlib.store.zarr import open_array, read_part
 
-        try:
-            region[...] = tensorstore_leaf(item, leaf)[index].read().result()
-        except ValueError as error:
-            raise TornStep(
-                f"{item.directory}: leaf {leaf.name} cannot be read; open an earlier step\n{error}"
-            ) from error
+        array = open_array(item.directory, leaf.name, ocdbt=True)
+        read_part(array, index, region, directory=item.directory, name=leaf.name)
 
     return read
 

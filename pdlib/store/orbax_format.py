@@ -1,4 +1,4 @@
-"""Orbax's side of an item: its metadata, and OCDBT items, written by orbax and read by TensorStore."""
+"""Orbax's side of an item: its metadata, and OCDBT items, which orbax writes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pdlib.errors import TornStep
 from pdlib.store.mapped import numpy_dtype
 from pdlib.store.snapshot import ZARR_NAMES, Snapshot
-from pdlib.store.stored import StoredItem, StoredLeaf
+from pdlib.store.stored import StoredLeaf
 from pdlib.tree import Skeleton
 
 _SEQUENCE, _MAPPING = 1, 2  # orbax's key types
@@ -126,22 +124,3 @@ def write_ocdbt(directory: Path, arrays: dict[str, Any]) -> None:
     args = jax.tree.map(lambda leaf: ocp.SaveArgs(dtype=leaf.dtype), arrays)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True)) as checkpointer:
         checkpointer.save(directory.absolute(), args=ocp.args.PyTreeSave(arrays, save_args=args))
-
-
-def tensorstore_leaf(item: StoredItem, leaf: StoredLeaf) -> Any:
-    """A leaf of an OCDBT item as an open `tensorstore.TensorStore`, whose parts can be read by index."""
-    import tensorstore as ts
-
-    base = {"driver": "file", "path": f"{item.directory.absolute()}/"}
-    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{leaf.name}/"}}
-    try:
-        return ts.open(spec, open=True, read=True, context=_context()).result()
-    except ValueError as error:
-        raise TornStep(f"{item.directory}: leaf {leaf.name} cannot be read; open an earlier step\n{error}") from error
-
-
-@cache
-def _context() -> Any:
-    import tensorstore as ts
-
-    return ts.Context({"cache_pool": {"total_bytes_limit": 0}})

@@ -30,7 +30,7 @@ def row(text: str) -> str:
         ("item = 'x'\nversion = 1", "'role' is missing"),
         ("version = 1\nrole = 'product'", "'item' is missing"),
         ("item = 'x'\nrole = 'product'", "'version' is missing"),
-        (HEAD + "leaves = 1", "unknown key 'leaves'; known: item, leaf, role, version"),
+        (HEAD + "leaves = 1", "unknown key 'leaves'; known: change, item, leaf, role, version"),
         (row("path = 'a'\nshape = [1]"), "unknown key 'shape'; known: dims, dtype, like, optional, path, shard"),
         (HEAD + "leaf = 3", "leaf = 3; write each leaf row as a table [[leaf]]"),
         (HEAD + "leaf = [3]", "leaf = [3]; write each leaf row as a table [[leaf]]"),
@@ -192,6 +192,7 @@ def behaviour(registry: Registry) -> list[Any]:
     """All that a registry does with a few trees of an item x and of an item y."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
     found: list[Any] = [registry.names, registry.table()]
+    found += [item.moved(("a", "s", "b"), version=1) for item in registry.items]
     trees = [
         {"x": {"a": {"s": {key: jnp.ones(shape, dtype), "z": jnp.ones((2, 4))}}}}
         for key in ("b", "c")
@@ -221,8 +222,9 @@ LEAF_CHANGES: dict[str, Any] = {
 }
 ITEM_CHANGES: dict[str, Any] = {
     "name": "w",
-    "version": 2,
+    "version": 3,
     "role": "process",
+    "changes": [Change(before=2, path="a/{s}/b", to="a/{s}/c")],
     "leaves": [LeafSpec(path="**")],
 }
 
@@ -232,7 +234,7 @@ def registry_with(leaf: dict[str, Any], item: dict[str, Any]) -> Registry:
     if "like" in leaf:
         base = {"path": "a/**"}
     rows = [LeafSpec(**{**base, **leaf}), LeafSpec(path="a/{s}/z")]
-    one = ItemSpec(**{"name": "x", "version": 1, "role": "product", "leaves": rows, **item})
+    one = ItemSpec(**{"name": "x", "version": 2, "role": "product", "leaves": rows, **item})
     return Registry((one, ItemSpec(name="y", leaves=[LeafSpec(path="a/{p}/{q}", dims=["4", "2"])])))
 
 

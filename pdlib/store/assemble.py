@@ -36,6 +36,11 @@ class Part:
         """Of the region."""
         return tuple(part.stop - part.start for part in self.index)
 
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk of the stored leaf as it is decoded, before any of it is in place."""
+        return math.prod(self.leaf.handle.chunk_layout.read_chunk.shape or ()) * self.leaf.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Assembly:
@@ -51,9 +56,21 @@ class Assembly:
         """Bytes of the array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def is_part(self) -> bool:
+        """Whether it is a region of one stored leaf, and not all of it."""
+        return len(self.parts) == 1 and self.parts[0].shape != self.parts[0].leaf.shape
+
     def as_leaf(self) -> Leaf:
         """The leaf as contracts see it."""
         return Leaf(self.keys, self.shape, self.dtype.name, self.nbytes)
+
+
+def read_whole(part: Part) -> np.ndarray:
+    """The stored leaf that a part is of, all of it."""
+    array = np.empty(part.leaf.shape, part.leaf.dtype)
+    read_into(part.item, part.leaf, tuple(slice(0, n) for n in part.leaf.shape), array)
+    return array
 
 
 def read_assembly(leaf: Assembly, into: np.ndarray) -> None:

@@ -33,7 +33,7 @@ def convert_step(home: Path, plan: StepMigration, registry: Any) -> list[Path]:
     staging = home.parent / f"{files.STAGING}convert-{home.name}"
     files.remove_staging(staging)
     try:
-        write_step(plan, staging, registry)
+        write_step(plan, staging, registry, twice=True)
         note_converted(home, plan.layout, older)
         for item in plan.leaves:
             files.move(staging / item, home / item)

@@ -14,21 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from pdlib.errors import CorruptItem, NoCheckpoint, NotARun, StepRefused
+from pdlib.errors import NoCheckpoint, NotARun, StepRefused
 from pdlib.items.layouts import Layout, layouts
 from pdlib.items.registry import Registry
 from pdlib.store import files
-from pdlib.store.assemble import Assembly, assemble, read_assembly
+from pdlib.store.assemble import Assembly, assemble
 from pdlib.store.ledger import size
 from pdlib.store.lock import locked
-from pdlib.store.mapped import aligned_empty, as_bytes
-from pdlib.store.orbax_format import zarray
 from pdlib.store.places import locate
 from pdlib.store.recognise import recognise
-from pdlib.store.seal import Entries, seal_item, seal_step, write_entry
-from pdlib.store.stored import StoredLeaf, chunk_file, step_numbers
+from pdlib.store.seal import seal_item, seal_step
+from pdlib.store.stored import StoredLeaf, step_numbers
+from pdlib.store.transcribe import transcribe
 from pdlib.tree import nest, stored_names
 
 LINEAGE_FILE = "lineage.json"
@@ -207,8 +204,14 @@ def apply_migration(plan: MigrationPlan, *, say: Say = lambda _: None) -> None:
         files.remove_staging(staging)
 
 
-def write_step(plan: StepMigration, home: Path, registry: Registry) -> None:
-    """Write the items of one step to a staged directory, and hold every value to the source.
+def write_step(plan: StepMigration, home: Path, registry: Registry, *, twice: bool = False) -> None:
+    """Write the items of one step to a staged directory, and hold every file, as it reads then, to what was read.
+
+    Args:
+        plan: of `plan_step`.
+        home: the step to be made.
+        registry: today's contracts.
+        twice: also read the source a second time, and compare; for when the source does not outlive this.
 
     Raises:
         CorruptItem: a leaf reads differently a second time, or was not written as it was read.
@@ -217,39 +220,16 @@ def write_step(plan: StepMigration, home: Path, registry: Registry) -> None:
     started = time.time()
     home.mkdir(parents=True)
     for item, leaves in plan.leaves.items():
-        _write_item(home / item, registry, item, leaves)
+        (home / item).mkdir()
+        names = stored_names([leaf.keys for leaf in leaves], subject=f"item {item}")
+        records = [
+            StoredLeaf(leaf.keys, name, leaf.shape, leaf.dtype.name, leaf.shape, leaf.dtype.name, leaf.shape)
+            for leaf, name in zip(leaves, names, strict=True)
+        ]
+        entries = transcribe(leaves, records, home / item, twice=twice)
+        tree = nest({leaf.keys: place for place, leaf in enumerate(leaves)})
+        seal_item(home / item, registry[item], tree, records, layout="raw", entries=entries)
     seal_step(home, started)
-
-
-def _write_item(home: Path, registry: Registry, item: str, leaves: tuple[Assembly, ...]) -> None:
-    entries: Entries = {}
-    home.mkdir()
-    names = stored_names([leaf.keys for leaf in leaves], subject=f"item {item}")
-    records = [
-        StoredLeaf(leaf.keys, name, leaf.shape, leaf.dtype.name, leaf.shape, leaf.dtype.name, leaf.shape)
-        for leaf, name in zip(leaves, names, strict=True)
-    ]
-    for leaf, record in zip(leaves, records, strict=True):
-        file = chunk_file(record.name, (0,) * len(leaf.shape))
-        array = aligned_empty(leaf.shape, leaf.dtype)
-        read_assembly(leaf, array)
-        write_entry(home, file, as_bytes(array), entries)
-        write_entry(home, f"{record.name}/.zarray", zarray(record), entries)
-        # Read once more, over other bits, and held to the file as it reads now: any fault shows as a difference.
-        values = np.frombuffer(as_bytes(array), np.uint8)
-        np.invert(values, out=values)
-        read_assembly(leaf, array)
-        if not np.array_equal(np.memmap(home / file, np.uint8, mode="r"), values):
-            raise CorruptItem(f"{home.name}: {'/'.join(leaf.keys)} is not what was read; check the disk, and try again")
-        del array
-    seal_item(
-        home,
-        registry[item],
-        nest({leaf.keys: place for place, leaf in enumerate(leaves)}),
-        records,
-        layout="raw",
-        entries=entries,
-    )
 
 
 def _lineage(plan: MigrationPlan) -> dict[str, Any]:

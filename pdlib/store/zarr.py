@@ -59,7 +59,7 @@ def _torn(directory: Path, name: str, error: Exception) -> TornStep:
 
 @cache
 def _context() -> Any:
-    """TensorStore without a cache, over mapped files: compressed bytes take no memory, and what was read is nobody's."""
+    """TensorStore without a cache, over mapped files: compressed bytes take no memory, and no array is held back."""
     import tensorstore as ts
 
     return ts.Context({"cache_pool": {"total_bytes_limit": 0}, "file_io_mode": {"mode": "memmap"}})

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pdlib import ItemSpec, LeafSpec, Registry
 from pdlib.errors import ContractError, ShardingRefused, SpecMismatch
 from pdlib.items.contracts import default_registry, load_contract, read_contract, specs_dir
+from pdlib.items.specs import Change
 
 HEAD = "item = 'x'\nversion = 1\nrole = 'product'\n"
 

@@ -19,7 +19,7 @@ from pdlib.items.contracts import default_registry
 from pdlib.items.layouts import layouts, read_layout
 from pdlib.items.state import TrainingItem
 from pdlib.method.transformer import Chunk, chunkwise_transformer, sizes_of
-from pdlib.store import Manager, migrate
+from pdlib.store import Manager, transcribe
 from pdlib.store.migrate import apply_migration, plan_migration
 from pdlib.testing import assert_bit_equal
 from tests.data.freeze import CORPUS
@@ -233,7 +233,7 @@ def test_what_a_killed_migration_left_is_cleared_and_what_another_makes_is_not(t
 
 
 def test_a_file_that_is_not_what_was_read_is_found_before_the_swap(tmp_path, monkeypatch):
-    real = migrate.write_entry
+    real = transcribe.write_entry
 
     def flip(home, file, data, entries):
         real(home, file, data, entries)
@@ -242,7 +242,7 @@ def test_a_file_that_is_not_what_was_read_is_found_before_the_swap(tmp_path, mon
             broken[5] ^= 4
             (home / file).write_bytes(broken)
 
-    monkeypatch.setattr(migrate, "write_entry", flip)
+    monkeypatch.setattr(transcribe, "write_entry", flip)
     with pytest.raises(CorruptItem, match=r"gate_proj/V is not what was read; check the disk"):
         apply_migration(plan(CORPUS / "era-c", tmp_path / "run"))
     assert [*tmp_path.iterdir()] == []

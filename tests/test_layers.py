@@ -49,7 +49,7 @@ READS = {"store", "consumers/open.py", "run/directory.py", "run/metrics.py", "ru
          "items/layouts.py"}  # fmt: skip
 WRITES = {
     "store/files.py", "store/remote.py", "store/commit.py", "store/consolidate.py", "store/convert.py", "store/lock.py",
-    "store/migrate.py", "store/transcribe.py", "store/checkpoint.py", "run/directory.py", "run/metrics.py",
+    "store/migrate.py", "store/checkpoint.py", "run/directory.py", "run/metrics.py",
     "run/loop.py", "consumers/plots.py", "testing.py",
 }  # fmt: skip
 PRINTS = {"cli.py", "run/progress.py"}

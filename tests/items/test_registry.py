@@ -131,7 +131,7 @@ def test_what_a_contract_cannot_say_is_refused(build, text):
         ("item = 'x'\nversion = 1", "'role' is missing"),
         (
             "item = 'x'\nversion = 1\nrole = 'product'\nleaves = 1",
-            "unknown key 'leaves'; known: item, leaf, role, version",
+            "unknown key 'leaves'; known: change, item, leaf, role, version",
         ),
         (
             "item = 'x'\nversion = 1\nrole = 'product'\n[[leaf]]\npath = 'a'\nshape = [1]",

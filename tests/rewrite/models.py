@@ -300,8 +300,8 @@ def lstm(x):
 
 
 @model()
-def gru_unrolled_in_python(x):
-    core = hk.GRU(4)
+def rnn_unrolled_in_python(x):
+    core = hk.VanillaRNN(4)
     return hk.static_unroll(core, x, core.initial_state(B), time_major=False)[0]
 
 

@@ -109,9 +109,9 @@ def _origins(values: Sequence[Value], how: str) -> tuple[tuple[str, str], ...]:
     found: dict[str, str] = {}
     for value in values:
         if isinstance(value, Weight):
-            found |= dict.fromkeys(value.members, how)
+            found = dict.fromkeys(value.members, how) | found
         elif isinstance(value, Derived):
-            found |= dict(value.origins)
+            found = dict(value.origins) | found
     return tuple(found.items())
 
 

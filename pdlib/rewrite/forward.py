@@ -1,6 +1,6 @@
 """The decomposed form of one product by a weight, in place of its equation; knows neither loops nor the model.
 
-With `h = x V` and `y0 = x W`: `y = δ·y0 − (h ⊙ (δ − m)) U`, which equals `((x V) ⊙ m) U + δ · x (W − V U)` and never
+With `h = x V` and `y0 = x W`: `y = (h ⊙ (m − δ)) U + δ·y0`, which equals `((x V) ⊙ m) U + δ · x (W − V U)` and never
 forms `V U`. It is `y0` to the bit at m = δ = 1, and where it is not routed.
 """
 
@@ -66,9 +66,11 @@ def site_forward(equation: Any, operands: Sequence[Any], use: Use, factors: Fact
 
     if mask.delta is None:
         y = back(h * m)
-    else:
-        # subtracted, so that a zero keeps its sign: −0 − 0 is −0, where −0 + 0 is not
+    elif use.kind == "gather" or V.shape[-2] == 1:
+        # y0 is a sum of one term, which can be −0: subtracted, a zero keeps its sign, since −0 + 0 is 0 and −0 − 0 is −0
         y = spread(mask.delta).astype(out.dtype) * frozen - back(h * (mask.delta.astype(h.dtype) - m))
+    else:
+        y = back(h * (m - mask.delta.astype(h.dtype))) + spread(mask.delta).astype(out.dtype) * frozen
     return y if mask.route is None else jnp.where(spread(mask.route), y, frozen)
 
 

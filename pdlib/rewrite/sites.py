@@ -161,7 +161,7 @@ def select(
     names = [*sites, *refused, *others]
     missing = [g for g in wanted + unwanted if not any(matches(g, name) for name in names)]
     if missing:
-        raise NoSuchSite("\n".join(no_such("site", g, names) for g in missing))
+        raise NoSuchSite("\n".join(no_such("site", g, [*sites, *refused]) for g in missing))
     hits = {name for name in names for g in wanted if matches(g, name)}
     hits -= {name for name in names for g in unwanted if matches(g, name)}
     problems = {name: reason for name, reason in refused.items() if name in hits}

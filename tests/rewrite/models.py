@@ -281,6 +281,22 @@ def scan_over_weights_backwards(x):
 
 
 @model()
+def scan_that_carries_a_weight_unchanged(x):
+    def step(carry, _):
+        h, w = carry
+        return (jnp.tanh(h @ w), w), None
+
+    return jax.lax.scan(step, (x, weight("w", D, D)), None, length=2)[0][0]
+
+
+@model()
+def experts_chosen_by_the_batch(x):
+    """A lookup of whole matrices: the site is the table, with a row an expert."""
+    chosen = weight("w", 3, D, 4)[jnp.argmax(x[:, 0, :3], axis=-1)]
+    return jnp.einsum("btd,bde->bte", x, chosen)
+
+
+@model()
 def scan_with_own_and_shared_weights(x):
     shared = weight("shared", D, D)
     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w) @ shared, None), x, weight("own", 3, D, D))[0]

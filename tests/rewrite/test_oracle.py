@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import pdlib
 from pdlib.testing import assert_bit_equal
 from tests.rewrite.models import MODELS
 from tests.rewrite.oracle import C, assert_oracle, factors_of, shared_masks, target_of
@@ -45,6 +46,23 @@ def test_masks_of_one_and_unrouted_positions_are_the_frozen_forward_to_the_bit(n
     for g, delta, route in ((ones, 1.0, True), (zeros, 0.5, False)):
         masks = shared_masks(plan, sites, g, jnp.float32(delta), jnp.array(route))
         assert_bit_equal(masked(target.params, factors_of(sites), masks, batch), frozen)
+
+
+def test_a_zero_keeps_its_sign():
+    table = jnp.array([[-0.0, 0.0], [1.0, -0.0]])
+    plan = pdlib.Target(lambda p, ids, x: (p["m"]["table"][ids], x @ p["m"]["one"]), _signs(table)).plan(_ids())
+    factors = factors_of(plan.sites("*"))
+    masks = {name: {"mask": jnp.ones(C), "delta": jnp.ones(1)} for name in factors}
+    out = jax.jit(plan.masked)(_signs(table), factors, masks, _ids())
+    assert_bit_equal(out, (table[_ids()[0]], jnp.array([[-0.0, 0.0], [0.0, -0.0]])))
+
+
+def _signs(table):
+    return {"m": {"table": table, "one": jnp.array([[-1.0, 1.0]])}}
+
+
+def _ids():
+    return jnp.array([0, 1, 1]), jnp.array([[0.0], [-0.0]])
 
 
 def test_there_are_at_least_forty_models():

@@ -132,7 +132,7 @@ def test_a_forward_without_a_delta_path_does_not_multiply_by_the_weight():
     factors = factors_of(plan.sites("*"), components=4)
 
     def flops(mask):
-        lowered = jax.jit(lambda f, m: plan.masked(params, f, {"linear/w": m}, x)).lower(factors, mask)
+        lowered = jax.jit(plan.masked).lower(params, factors, {"linear/w": mask}, x)
         return lowered.compile().cost_analysis()["flops"]
 
     product = 2 * 64 * 512 * 512

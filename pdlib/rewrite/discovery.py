@@ -87,9 +87,7 @@ class _Walk:
         """What the outputs of one equation are, given its operands."""
         name = equation.primitive.name
         if name == "name" and not isinstance(values[0], (Weight, Derived)):
-            self.named.append(
-                NamedActivation(equation.params["name"], scope.loops, scope.location, scope.blockers)
-            )
+            self.named.append(NamedActivation(equation.params["name"], scope.loops, scope.location, scope.blockers))
         inner = internals.inner(equation)
         if inner:
             return self.nested(equation, inner, values, scope)
@@ -106,9 +104,9 @@ class _Walk:
 
     def product(self, equation: Any, values: list[Value], scope: Scope) -> Value:
         """Record a product by a weight; None where this is no product by exactly one."""
-        weights = [index for index, value in enumerate(values) if isinstance(value, Weight)]
+        weights = [(index, value) for index, value in enumerate(values) if isinstance(value, Weight)]
         if len(weights) == 1:
-            use = product_of(equation, weights[0], values[weights[0]])
+            use = product_of(equation, *weights[0])
             if use is not None:
                 blockers = (*use.blockers, *scope.blockers)
                 self.uses.append(use._replace(loops=scope.loops, location=scope.location, blockers=blockers))

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pdlib.rewrite.jaxpr import PASSES
-from pdlib.rewrite.layout import STACK, Dims, reshaped, stored, whole
+from pdlib.rewrite.layout import STACK, Atoms, Dims, reshaped, stored, whole
 from pdlib.rewrite.sites import Lead
 
 _SELECTS = frozenset({"gather", "dynamic_slice", "dynamic_update_slice", "select_n", "cond"})
@@ -136,7 +136,7 @@ def _broadcast(equation: Any, dims: Dims) -> Dims | None:
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     if _size(equation.outvars[0]) > _size(equation.invars[0]) or len(new) < len(old):
         return None
-    result = [() for _ in new]
+    result: list[Atoms] = [() for _ in new]
     for axis, target in enumerate(equation.params["broadcast_dimensions"]):
         result[int(target)] = dims[axis]
     return tuple(result)

@@ -47,11 +47,11 @@ def site_forward(equation: Any, operands: Sequence[Any], use: Use, factors: Fact
         mask: `mask[*positions, C]`, `delta` and `route` of `[*positions, 1]`, sizes of one allowed.
     """
     dtype, out = operands[use.operand].dtype, equation.outvars[0].aval
-    V, U = (jnp.asarray(one).astype(dtype) for one in factors)
+    cast = Factors(*(jnp.asarray(one).astype(dtype) for one in factors))
     if use.transposed:
-        V, U = jnp.swapaxes(U, -1, -2), jnp.swapaxes(V, -1, -2)
-    frozen = None if mask.delta is None and mask.route is None else internals.bind(equation, operands)[0]
-    parts = _PARTS[use.kind](equation, operands, use, V, U)
+        cast = Factors(jnp.swapaxes(cast.U, -1, -2), jnp.swapaxes(cast.V, -1, -2))
+    frozen: Any = None if mask.delta is None and mask.route is None else internals.bind(equation, operands)[0]
+    parts = _PARTS[use.kind](equation, operands, use, cast)
     h = parts.h
     m = jnp.ones((1,) * h.ndim, h.dtype) if mask.mask is None else mask.mask.astype(h.dtype)
 
@@ -66,8 +66,8 @@ def site_forward(equation: Any, operands: Sequence[Any], use: Use, factors: Fact
 
     if mask.delta is None:
         y = back(h * m)
-    elif use.kind == "gather" or V.shape[-2] == 1:
-        # y0 is a sum of one term, which can be −0: subtracted, a zero keeps its sign, since −0 + 0 is 0 and −0 − 0 is −0
+    elif use.kind == "gather" or cast.V.shape[-2] == 1:
+        # y0 is one term, which can be −0: subtracted, a zero keeps its sign, since −0 + 0 is 0 and −0 − 0 is −0
         y = spread(mask.delta).astype(out.dtype) * frozen - back(h * (mask.delta.astype(h.dtype) - m))
     else:
         y = back(h * (m - mask.delta.astype(h.dtype))) + spread(mask.delta).astype(out.dtype) * frozen
@@ -103,11 +103,11 @@ def gather_order(equation: Any) -> tuple[int, ...]:
     return tuple(rank - len(offsets) + offsets.index(a) if a in offsets else next(indices) for a in range(rank))
 
 
-def _dot(equation: Any, operands: Sequence[Any], use: Use, V: Any, U: Any) -> _Parts:
+def _dot(equation: Any, operands: Sequence[Any], use: Use, factors: Factors) -> _Parts:
     axes = contraction(equation, use.operand)
     x, batch = operands[1 - use.operand], len(axes.weight_batch)
-    V = _lay_out(V, use.dims, axes.weight_batch, axes.weight_in, components=-1)
-    U = _lay_out(U, use.dims, axes.weight_batch, axes.weight_out, components=batch)
+    V = _lay_out(factors.V, use.dims, axes.weight_batch, axes.weight_in, components=-1)
+    U = _lay_out(factors.U, use.dims, axes.weight_batch, axes.weight_out, components=batch)
     numbers = ((axes.other_in, tuple(range(batch, V.ndim - 1))), (axes.other_batch, tuple(range(batch))))
     place: dict[str, Any] = {}
     if internals.explicit_mesh(V) is not None:
@@ -117,20 +117,20 @@ def _dot(equation: Any, operands: Sequence[Any], use: Use, V: Any, U: Any) -> _P
     return _Parts(h, U, batch, dot_order(equation, use))
 
 
-def _conv(equation: Any, operands: Sequence[Any], use: Use, V: Any, U: Any) -> _Parts:
+def _conv(equation: Any, operands: Sequence[Any], use: Use, factors: Factors) -> _Parts:
     out = int(equation.params["dimension_numbers"].rhs_spec[0])
-    V = _lay_out(V, use.dims, (), [axis for axis in range(len(use.dims)) if axis != out], components=-1)
-    U = _lay_out(U, use.dims, (), (out,), components=0)
+    V = _lay_out(factors.V, use.dims, (), [axis for axis in range(len(use.dims)) if axis != out], components=-1)
+    U = _lay_out(factors.U, use.dims, (), (out,), components=0)
     order = conv_order(equation)
     h = internals.bind(equation, (operands[0], jnp.moveaxis(V, -1, out)))[0]
     return _Parts(transposed(h, _inverse(order)), U, 0, order)
 
 
-def _gather(equation: Any, operands: Sequence[Any], use: Use, V: Any, U: Any) -> _Parts:
+def _gather(equation: Any, operands: Sequence[Any], use: Use, factors: Factors) -> _Parts:
     table, indices = lookup(equation), operands[1]
     assert table is not None
-    V = _lay_out(V, use.dims, (), (table.row,), components=-1)
-    U = _lay_out(U, use.dims, (), table.kept, components=0)
+    V = _lay_out(factors.V, use.dims, (), (table.row,), components=-1)
+    U = _lay_out(factors.U, use.dims, (), table.kept, components=0)
     numbers = jax.lax.GatherDimensionNumbers((indices.ndim - 1,), collapsed_slice_dims=(0,), start_index_map=(0,))
     h = internals.bind(equation, (V, indices), dimension_numbers=numbers, slice_sizes=(1, V.shape[-1]))[0]
     return _Parts(h, U, 0, gather_order(equation))

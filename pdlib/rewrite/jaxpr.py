@@ -6,7 +6,7 @@ bound again with `get_bind_params`, and its source context. The oracle tests hol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -100,7 +100,7 @@ def bind(equation: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
 
 
 @contextmanager
-def context(equation: Any) -> Iterator[None]:
+def context(equation: Any) -> Generator[None]:
     """Source line, name stack and configuration under which an equation was traced."""
     source = equation.source_info
     stack = source_info_util.current_name_stack() + source.name_stack

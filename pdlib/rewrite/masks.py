@@ -35,11 +35,9 @@ def as_mask(name: str, given: SiteMask | Mapping[str, Any]) -> SiteMask:
     """
     if isinstance(given, SiteMask):
         return given
-    fields = given._asdict() if hasattr(given, "_asdict") else given
-    if not isinstance(fields, Mapping) or not set(fields) <= set(SiteMask._fields):
-        found = sorted(fields) if isinstance(fields, Mapping) else type(given).__name__
-        raise MaskMismatch(f"{name}: a mask has the keys mask, delta and route, not {found}; drop the others")
-    return SiteMask(fields.get("mask"), fields.get("delta"), fields.get("route"))
+    if not set(given) <= set(SiteMask._fields):
+        raise MaskMismatch(f"{name}: a mask has the keys mask, delta and route, not {sorted(given)}; drop the others")
+    return SiteMask(given.get("mask"), given.get("delta"), given.get("route"))
 
 
 def fit(
@@ -66,12 +64,11 @@ def fit(
 def stacked(use: Use, factors: Mapping[str, Factors]) -> Factors:
     """The factors of a use; where parameters were stacked, theirs along the axis that the stack has in `W`."""
     if len(use.members) == 1:
-        V, U = factors[use.members[0]]
-        return Factors(V, U)
+        return Factors(*factors[use.members[0]])
     axes = [lead.atoms for lead in use.lead] + [(atom,) for atom in use.batch]
     place = next(index for index, atoms in enumerate(axes) if any(atom.axis < 0 for atom in atoms))
-    V, U = (jnp.stack([factors[name][part] for name in use.members], axis=place) for part in (0, 1))
-    return Factors(V, U)
+    parts = zip(*(factors[name] for name in use.members), strict=True)
+    return Factors(*(jnp.stack(part, axis=place) for part in parts))
 
 
 def split_loop(mask: SiteMask, length: int) -> tuple[SiteMask, SiteMask]:
@@ -119,7 +116,9 @@ def _mask_problems(use: Use, mask: SiteMask, C: int) -> list[str]:
         if not fits:
             axes = "loops, positions" if use.loops else "positions"
             last = "C" if part == "mask" else "1"
-            problems.append(f"{use.name}: {part} has shape {shape}, which does not broadcast to {want}, ({axes}, {last})")
+            problems.append(
+                f"{use.name}: {part} has shape {shape}, which does not broadcast to {want}, ({axes}, {last})"
+            )
         if (dtype == jnp.bool_) != (part == "route"):
             problems.append(f"{use.name}: {part} is {dtype}, want {'bool' if part == 'route' else 'a real number'}")
     return problems

@@ -162,7 +162,9 @@ class Plan:
         everything = [*((u.name, u.members) for u in self.found.uses), *((n.name, ()) for n in self.found.named)]
         missing = [glob for glob in globs if not any(hit(glob, name, members) for name, members in everything)]
         if missing:
-            raise NoSuchSite("\n".join(no_such("use or named activation", g, [n for n, _ in everything]) for g in missing))
+            raise NoSuchSite(
+                "\n".join(no_such("use or named activation", g, [n for n, _ in everything]) for g in missing)
+            )
         self._usable([*uses, *named])
         return tuple(uses), tuple(named)
 
@@ -215,8 +217,12 @@ def _checked(plan: Plan, params: Any, batch: Any) -> list[Any]:
     for keys, leaf, aval in zip(flatten(tree).paths, leaves, plan.trace.avals, strict=True):
         found = jax.typeof(leaf)
         if (found.shape, found.dtype) != (aval.shape, aval.dtype):
-            where = show(keys[1:]) if keys[0] == "0" else f"batch[{int(keys[0]) - 1}]{''.join(f'/{k}' for k in keys[1:])}"
+            where = (
+                show(keys[1:]) if keys[0] == "0" else f"batch[{int(keys[0]) - 1}]{''.join(f'/{k}' for k in keys[1:])}"
+            )
             problems.append(f"  {where}: {found.str_short()}, the plan has {aval.str_short()}")
     if problems:
-        raise BatchMismatch("parameters or batch differ from the plan\n" + "\n".join([*problems, f"{hint[:1].upper()}{hint[1:]}."]))
+        raise BatchMismatch(
+            "parameters or batch differ from the plan\n" + "\n".join([*problems, f"{hint[:1].upper()}{hint[1:]}."])
+        )
     return leaves

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,70 +18,99 @@ from pdlib.tree import flatten, show
 Bound = Callable[[Sequence[Use], Mapping[str, Factors], Mapping[str, Any]], Live]
 
 
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """Some equations of a model.
+class Part(NamedTuple):
+    """Some equations of a model, in order.
 
     Attributes:
-        params: the parameters that they read.
-        residuals: abstract values that pass from the prefix to the suffix.
+        trace: the model.
+        equations: their indices.
+        reads: the parameters that they read, by name.
+        between: what passes from the prefix to the suffix.
     """
 
-    params: tuple[str, ...]
-    residuals: tuple[Any, ...]
-    _trace: internals.Trace
-    _equations: tuple[int, ...]
-    _between: tuple[Any, ...]
-    _names: Mapping[str, Any]
+    trace: internals.Trace
+    equations: tuple[int, ...]
+    reads: Mapping[str, Any]
+    between: tuple[Any, ...]
 
-    def _environment(self, params: Any) -> dict[Any, Any]:
+    def environment(self, params: Any) -> dict[Any, Any]:
+        """The values of constants and parameters, by variable."""
         flat = flatten(params)
         given = dict(zip(map(show, flat.paths), flat.leaves, strict=True))
-        missing = [name for name in self.params if name not in given]
+        missing = [name for name in self.reads if name not in given]
         if missing:
             raise BatchMismatch(f"parameters {missing} are needed and not there; `params` of this part names them all")
-        closed = self._trace.closed
+        closed = self.trace.closed
         env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        return env | {self._names[name]: given[name] for name in self.params}
+        return env | {variable: given[name] for name, variable in self.reads.items()}
 
 
 @dataclass(frozen=True, eq=False)
-class Prefix(_Part):
-    """`prefix(params, batch) → residuals`: everything before the live sites that the suffix needs, frozen."""
+class Prefix:
+    """`prefix(params, batch) → residuals`: what the suffix needs of the model before its live sites, frozen.
 
-    _inputs: tuple[Any, ...]
-    _batch: Any
+    Attributes:
+        part: its equations.
+        inputs: the variables of the batch's leaves.
+        batch: the pytree of the batch's arguments.
+    """
+
+    part: Part
+    inputs: tuple[Any, ...]
+    batch: Any
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """The parameters it needs."""
+        return tuple(self.part.reads)
 
     def __call__(self, params: Any, batch: Any) -> list[Any]:
         """Run it; `params` may be any tree that has this part's parameters."""
         leaves, structure = jax.tree.flatten(batch if type(batch) is tuple else (batch,))
-        if structure != self._batch:
-            raise BatchMismatch(f"the batch has the structure {structure}, the plan {self._batch}; make another plan")
-        env = self._environment(params) | dict(zip(self._inputs, leaves, strict=True))
-        Replay().equations(self._trace.closed.jaxpr, self._equations, env, Live({}, {}))
-        return [env[variable] for variable in self._between]
+        if structure != self.batch:
+            raise BatchMismatch(f"the batch has the structure {structure}, the plan {self.batch}; make another plan")
+        env = self.part.environment(params) | dict(zip(self.inputs, leaves, strict=True))
+        Replay().equations(self.part.trace.closed.jaxpr, self.part.equations, env, Live({}, {}))
+        return [env[variable] for variable in self.part.between]
 
 
 @dataclass(frozen=True, eq=False)
-class Suffix(_Part):
-    """`suffix(params, residuals, factors, masks) → output`: equal to `Plan.masked`, from the residuals on."""
+class Suffix:
+    """`suffix(params, residuals, factors, masks) → output`: equal to `Plan.masked`, from the residuals on.
 
-    _uses: tuple[Use, ...]
-    _bind: Bound
+    Attributes:
+        part: its equations.
+        uses: those of the sites that the model was split for.
+        bind: checks masks and factors and keys them by use.
+    """
+
+    part: Part
+    uses: tuple[Use, ...]
+    bind: Bound
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """The parameters it needs."""
+        return tuple(self.part.reads)
+
+    @property
+    def residuals(self) -> tuple[Any, ...]:
+        """The abstract values that the prefix hands over."""
+        return tuple(variable.aval for variable in self.part.between)
 
     def __call__(
         self, params: Any, residuals: Sequence[Any], factors: Mapping[str, Factors], masks: Mapping[str, Any]
     ) -> Any:
         """Run it; masks may name only uses of the sites that the model was split for."""
-        known = {use.name: use for use in self._uses}
+        known = [use.name for use in self.uses]
         foreign = [name for name in masks if name not in known]
         if foreign:
-            raise NoSuchSite(f"{foreign} are not among the uses {sorted(known)} that the model was split for; split anew")
-        uses = tuple(use for use in self._uses if use.name in masks)
-        env = self._environment(params) | dict(zip(self._between, residuals, strict=True))
-        jaxpr = self._trace.closed.jaxpr
-        Replay(uses).equations(jaxpr, self._equations, env, self._bind(uses, factors, masks))
-        return jax.tree.unflatten(self._trace.structure, [read(env, atom) for atom in jaxpr.outvars])
+            raise NoSuchSite(f"{foreign} are not among the uses {known} that the model was split for; split anew")
+        uses = tuple(use for use in self.uses if use.name in masks)
+        env = self.part.environment(params) | dict(zip(self.part.between, residuals, strict=True))
+        jaxpr = self.part.trace.closed.jaxpr
+        Replay(uses).equations(jaxpr, self.part.equations, env, self.bind(uses, factors, masks))
+        return jax.tree.unflatten(self.part.trace.structure, [read(env, atom) for atom in jaxpr.outvars])
 
 
 def split(
@@ -100,16 +129,13 @@ def split(
     made = {out for index in suffix for out in jaxpr.eqns[index].outvars}
     between = tuple(variable for variable in needed if variable not in made and variable not in given)
     prefix, before = _backwards(jaxpr, set(range(len(jaxpr.eqns))) - set(after), set(between), keep=())
-    by_name = dict(zip(names, params, strict=True))
-    avals = tuple(variable.aval for variable in between)
 
-    def part(indices: Sequence[int], read_by: Sequence[Any]) -> tuple[Any, ...]:
-        wanted = set(read_by)
-        own = tuple(name for name, variable in by_name.items() if variable in wanted)
-        return own, avals, trace, tuple(indices), between, by_name
+    def part(equations: Sequence[int], wanted: Sequence[Any]) -> Part:
+        reads = {name: variable for name, variable in zip(names, params, strict=True) if variable in set(wanted)}
+        return Part(trace, tuple(equations), reads, between)
 
     batch = jax.tree.structure(jax.tree.unflatten(structure, [0] * structure.num_leaves)[1:])
-    return Prefix(*part(prefix, before), tuple(inputs), batch), Suffix(*part(suffix, needed), live, bind)
+    return Prefix(part(prefix, before), tuple(inputs), batch), Suffix(part(suffix, needed), live, bind)
 
 
 def _classify(jaxpr: Any, first: set[int], params: Sequence[Any]) -> tuple[list[int], list[int]]:
@@ -133,9 +159,7 @@ def _reads(jaxpr: Any, indices: Sequence[int]) -> set[Any]:
     return {atom for index in indices for atom in jaxpr.eqns[index].invars if not internals.is_literal(atom)}
 
 
-def _backwards(
-    jaxpr: Any, allowed: set[int], wanted: set[Any], *, keep: Sequence[int]
-) -> tuple[list[int], list[Any]]:
+def _backwards(jaxpr: Any, allowed: set[int], wanted: set[Any], *, keep: Sequence[int]) -> tuple[list[int], list[Any]]:
     """Those of the allowed equations that wanted values need, in order, and everything that they read."""
     needed = dict.fromkeys(atom for atom in wanted if not internals.is_literal(atom))
     kept: list[int] = []

@@ -68,7 +68,7 @@ def real_sum(out: Any) -> Any:
     return sum(jnp.sum(jnp.sin(x.astype(jnp.float32)) * (1 + index)) for index, x in enumerate(leaves))
 
 
-def shared_masks(plan: Plan, sites: Mapping[str, WeightSite], g: Any, delta: Any, route: Any = None) -> dict[str, Any]:
+def shared_masks(sites: Mapping[str, WeightSite], g: Any, delta: Any, route: Any = None) -> dict[str, Any]:
     """One mask for every use and position."""
     names = dict.fromkeys(use.name for site in sites.values() for use in site.uses)
     return {name: {"mask": g, "delta": delta, "route": route} for name in names}
@@ -87,7 +87,7 @@ def assert_oracle(
     factors = factors_of(sites)
 
     def masked(factors: Any, g: Any, delta: Any) -> Any:
-        out = plan.masked(target.params, factors, shared_masks(plan, sites, g, delta), batch)
+        out = plan.masked(target.params, factors, shared_masks(sites, g, delta), batch)
         return real_sum(out), out
 
     def plain(factors: Any, g: Any, delta: Any) -> Any:
@@ -98,7 +98,8 @@ def assert_oracle(
         assert_near(jax.jit(masked)(factors, G, DELTA)[1], jax.jit(plain)(factors, G, DELTA)[1], tolerance)
         return
     found, wanted = (
-        jax.jit(jax.value_and_grad(function, (0, 1, 2), has_aux=True))(factors, G, DELTA) for function in (masked, plain)
+        jax.jit(jax.value_and_grad(function, (0, 1, 2), has_aux=True))(factors, G, DELTA)
+        for function in (masked, plain)
     )
     assert_near(found[0][1], wanted[0][1], tolerance)
     scale = max(1.0, *(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(wanted[1])))

@@ -44,7 +44,7 @@ def test_masks_of_one_and_unrouted_positions_are_the_frozen_forward_to_the_bit(n
     masked = compiled(plan.masked)
     ones, zeros = jnp.ones(C), jnp.zeros(C)
     for g, delta, route in ((ones, 1.0, True), (zeros, 0.5, False)):
-        masks = shared_masks(plan, sites, g, jnp.float32(delta), jnp.array(route))
+        masks = shared_masks(sites, g, jnp.float32(delta), jnp.array(route))
         assert_bit_equal(masked(target.params, factors_of(sites), masks, batch), frozen)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import pdlib
 from pdlib.rewrite.jaxpr import baked
-from tests.rewrite.models import B, MODELS, D, T, activations
+from tests.rewrite.models import MODELS, B, D, T, activations
 from tests.rewrite.oracle import C, factors_of, target_of
 
 

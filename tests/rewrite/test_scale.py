@@ -1,4 +1,4 @@
-"""Llama-3.1-8B is planned, masked, split and differentiated on shapes alone, in a process of its own that is watched."""
+"""Llama-3.1-8B is planned, split and differentiated on shapes alone, in a process of its own that is watched."""
 
 from __future__ import annotations
 

@@ -60,9 +60,7 @@ def spread(arguments, mesh):
 
     params, factors, masks, x = arguments
     V_U = {
-        name: pdlib.Factors(
-            put(f.V, *[None] * (f.V.ndim - 1), "c"), put(f.U, *[None] * (f.U.ndim - 2), "c", None)
-        )
+        name: pdlib.Factors(put(f.V, *[None] * (f.V.ndim - 1), "c"), put(f.U, *[None] * (f.U.ndim - 2), "c", None))
         for name, f in factors.items()
     }
     placed = {
@@ -103,4 +101,7 @@ def check(found, wanted, placed):
     for gradients, values in zip(found[1], (factors, masks), strict=True):
         for gradient, value in zip(jax.tree.leaves(gradients), jax.tree.leaves(values), strict=True):
             if gradient.dtype != jax.dtypes.float0:
-                assert gradient.sharding.is_equivalent_to(value.sharding, value.ndim), (gradient.sharding, value.sharding)
+                assert gradient.sharding.is_equivalent_to(value.sharding, value.ndim), (
+                    gradient.sharding,
+                    value.sharding,
+                )

@@ -41,7 +41,9 @@ def planned():
     return params, batch, pdlib.Target(transformed.apply, params).plan(batch)
 
 
-@pytest.mark.parametrize("globs", [["layer_2/*"], ["layer_3/down"], ["layer_0/q"], ["embed"], ["layer_1/k", "layer_3/q"]])
+@pytest.mark.parametrize(
+    "globs", [["layer_2/*"], ["layer_3/down"], ["layer_0/q"], ["embed"], ["layer_1/k", "layer_3/q"]]
+)
 def test_prefix_and_suffix_are_the_masked_forward_to_the_bit(planned, globs):
     params, batch, plan = planned
     prefix, suffix = plan.split(globs)
@@ -70,7 +72,11 @@ def test_each_part_names_the_parameters_it_needs_and_only_activations_pass(plann
     params, _, plan = planned
     prefix, suffix = plan.split("layer_2/down")
     before = [f"layer_{i}/{name}" for i in range(2) for name in ("q/w", "q/b", "k/w", "k/b", "up", "down/w", "down/b")]
-    assert set(prefix.params) == {*before, *(f"layer_2/{name}" for name in ("q/w", "q/b", "k/w", "k/b", "up")), "embed/table"}
+    assert set(prefix.params) == {
+        *before,
+        *(f"layer_2/{name}" for name in ("q/w", "q/b", "k/w", "k/b", "up")),
+        "embed/table",
+    }
     after = [f"layer_3/{name}" for name in ("q/w", "q/b", "k/w", "k/b", "up", "down/w", "down/b")]
     assert set(suffix.params) == {*after, "layer_2/down/w", "layer_2/down/b", "embed/table"}
     shapes = [residual.shape for residual in suffix.residuals]

@@ -195,7 +195,8 @@ def test_a_misspelt_glob_names_the_near_ones(planned):
         plan.sites(["mlp/~/linear_0", "mlp/~/linaer_1", "decoder/*"])
     assert str(caught.value) == (
         "no site matches 'mlp/~/linaer_1'; did you mean 'mlp/~/linear_1' or 'mlp/~/linear_1/w' or 'mlp/~/linear_0'?\n"
-        "no site matches 'decoder/*'; there are 'mlp/~/linear_0', 'mlp/~/linear_0/w', 'mlp/~/linear_1', 'mlp/~/linear_1/w'"
+        "no site matches 'decoder/*'; there are 'mlp/~/linear_0', 'mlp/~/linear_0/w', 'mlp/~/linear_1', "
+        "'mlp/~/linear_1/w'"
     )
 
 

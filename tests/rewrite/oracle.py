@@ -23,14 +23,21 @@ DELTA = jnp.float32(0.4)
 
 
 def target_of(net: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[pdlib.Target, tuple[Any, ...]]:
-    """A target with parameters away from their initialisation, and its batch: state, key, inputs."""
+    """A target with random parameters, and its batch: state, key, inputs. Nothing is compiled."""
     transformed = hk.transform_with_state(net)
     with jax.numpy_rank_promotion("allow"):
-        params, state = jax.jit(transformed.init)(jax.random.key(0), *inputs)
-    flat, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(3), len(flat))
-    moved = [a + 0.1 * jax.random.normal(k, a.shape, a.dtype) for a, k in zip(flat, keys, strict=True)]
-    return pdlib.Target(transformed.apply, jax.tree.unflatten(structure, moved)), (state, jax.random.key(4), *inputs)
+        params, state = jax.eval_shape(transformed.init, jax.random.key(0), *inputs)
+    random = np.random.default_rng(3)
+
+    def weight(leaf: Any) -> Any:
+        size = leaf.shape[-2] if len(leaf.shape) > 1 else 10
+        return jnp.asarray(random.normal(0.1, max(size, 3) ** -0.5, leaf.shape), leaf.dtype)
+
+    def moment(leaf: Any) -> Any:
+        return jnp.asarray(np.abs(random.normal(size=leaf.shape)) + 0.1, leaf.dtype)
+
+    batch = (jax.tree.map(moment, state), jax.random.key(4), *inputs)
+    return pdlib.Target(transformed.apply, jax.tree.map(weight, params)), batch
 
 
 def factors_of(sites: Mapping[str, WeightSite], *, components: int = C) -> dict[str, pdlib.Factors]:

@@ -84,3 +84,19 @@ class RunConflict(PdlibError):
 
 class Diverged(PdlibError):
     """A loss is no longer finite; names the term. The last good checkpoint is kept."""
+
+
+class NoSuchSite(PdlibError):
+    """A glob, mask or tap names no site, use or activation of the model; the text has near ones."""
+
+
+class SiteRefused(PdlibError):
+    """A weight that was selected cannot be decomposed; names each with its reason."""
+
+
+class MaskMismatch(PdlibError):
+    """Masks or factors do not fit the uses they are for; lists every difference at once."""
+
+
+class BatchMismatch(PdlibError):
+    """Parameters or batch are not shaped like those that the plan was made for."""

@@ -9,21 +9,18 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
-from pdlib.items.state import Factors
-from pdlib.method.masks import SiteMask, masked_linear
+from pdlib.method import losses
 from pdlib.targets import tms
 
 
 def test_runtime_shape_checks_fire():
-    factors = Factors(jnp.ones((4, 2)), jnp.ones((2, 3)))
-    mask = SiteMask(jnp.ones((5, 2)), jnp.ones((5, 1)))
-    masked_linear(jnp.ones((5, 4)), jnp.ones((4, 3)), factors, mask)
+    losses.mean_squared_error(jnp.ones((5, 4)), jnp.ones((5, 4)))
     with pytest.raises(jaxtyping.TypeCheckError):
-        masked_linear(jnp.ones((5, 4)), jnp.ones((6, 3)), factors, mask)
+        losses.mean_squared_error(jnp.ones((5, 4)), jnp.ones((6, 4)))
     with pytest.raises(jaxtyping.TypeCheckError):
-        masked_linear(jnp.ones((5, 4)), jnp.ones((4, 3), jnp.int32), factors, mask)
+        losses.mean_squared_error(jnp.ones((5, 4)), jnp.ones((5, 4), jnp.int32))
     with pytest.raises(jaxtyping.TypeCheckError):
-        tms.clean({"linear1": {"w": jnp.ones((4, 2))}, "linear2": {"w": jnp.ones((2, 4)), "b": 0}}, jnp.ones(4))
+        tms.sample(jax.random.key(0), "64", tms.Shape(5, 2, 0.5))
 
 
 def test_rank_promotion_raises():

@@ -19,12 +19,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tree": set(),
     "items": set(),
     "store": {"items"},
-    "method": {"items"},
-    "targets": {"items", "method"},
-    "run": {"items", "store", "method", "targets", "consumers"},
+    "rewrite": {"items"},
+    "method": {"items", "rewrite"},
+    "targets": {"items", "rewrite"},
+    "run": {"items", "store", "rewrite", "method", "targets", "consumers"},
     "consumers": {"items", "store", "method"},
     "testing": {"items", "store"},
-    "cli": {"items", "store", "method", "targets", "run", "consumers"},
+    "cli": {"items", "store", "rewrite", "method", "targets", "run", "consumers"},
     "__init__": {"items", "store", "targets", "consumers"},
     "__main__": {"cli"},
 }
@@ -45,12 +46,15 @@ ONLY_IN: dict[str, set[str]] = {
     "beartype": set(),
     "pytest": set(),
 }
+# the parts of JAX that may change between its releases, and the one module of the rewrite that leans on them
+JAX_INTERNALS = ("jax.extend", "jax._src", "jax.interpreters")
+LEANS_ON_INTERNALS = {"rewrite/jaxpr.py"}
 READS = {"store", "consumers/open.py", "run/directory.py", "run/metrics.py", "run/spec.py", "items/contracts.py",
          "items/layouts.py"}  # fmt: skip
 WRITES = {
     "store/files.py", "store/remote.py", "store/commit.py", "store/consolidate.py", "store/convert.py", "store/lock.py",
-    "store/migrate.py", "store/checkpoint.py", "run/directory.py", "run/metrics.py",
-    "run/loop.py", "consumers/plots.py", "testing.py",
+    "store/migrate.py", "store/checkpoint.py", "run/directory.py", "run/metrics.py", "run/loop.py",
+    "consumers/plots.py", "testing.py",
 }  # fmt: skip
 PRINTS = {"cli.py", "run/progress.py"}
 LAZY = {"__init__.py", "store/__init__.py"}  # import by name, each checked below
@@ -120,6 +124,11 @@ def test_each_room_imports_only_what_it_may(path):
         if room == "consumers" and name.startswith("pdlib.method"):
             assert ".".join(parts[:3]) in METHOD_FOR_CONSUMERS, f"{room} imports {name}"
         assert parts[0] not in ONLY_IN or is_in(path, ONLY_IN[parts[0]]), f"{name_of(path)} imports {name}"
+
+
+def test_one_module_leans_on_the_internals_of_jax():
+    found = {name_of(path) for path in MODULES for name in imports(path) if name.startswith(JAX_INTERNALS)}
+    assert found == LEANS_ON_INTERNALS
 
 
 @each_module

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -15,6 +17,7 @@ import pytest
 import pdlib
 from pdlib.run.loop import train
 from pdlib.run.spec import load_run_spec
+from tests.data.freeze import CORPUS
 from tests.run.test_run import SMALL, Silent
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,6 +52,19 @@ def test_the_python_blocks_run(home):
     assert done.returncode == 0, done.stderr[-3000:]
     assert {p.name for p in (home / "checkpoints").iterdir()} == {"100", "200"}
     assert {p.name for p in (home / "checkpoints" / "200").iterdir() if p.is_dir()} == {"params"}
+
+
+def test_the_tools_do_what_is_shown(home):
+    shutil.copytree(CORPUS / "era-c", home / "old" / "checkpoints")
+    (lines,) = (text.splitlines() for kind, text in BLOCKS if kind == "bash")
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        command = [sys.executable, "-m", "pdlib", *words[1:]]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
+        assert (words[0], done.returncode) == ("pdlib", 0), done.stderr
+    assert pdlib.open_run(home / "runs" / "migrated").step == 7
+    assert pdlib.open_run(home / "runs" / "tms_5-2", verify=True).sites == ("linear1", "linear2")
 
 
 def test_the_refusal_that_is_shown_is_the_one_that_comes(tmp_path):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from pdlib.items.state import Decomposition, Site, TrainState, init_decomposition, named_key
+from pdlib.items.state import Decomposition, Factors, Site, TrainState, init_decomposition, named_key
 from pdlib.method import schedule
 from pdlib.method.importance import ImportanceFn, lower_squash, per_component_mlp
 from pdlib.method.initialise import spread_factors
 from pdlib.method.step import Coefficients, Model, Optimizers, init_state, make_loop, make_step, warm_up
 from pdlib.method.truth import identity_error, probe, recovery
+from pdlib.rewrite.masks import SiteMask
+from pdlib.rewrite.plan import Plan
 from pdlib.run.spec import RunSpec
 from pdlib.targets import tms
 from pdlib.targets.target import Target
@@ -32,10 +36,15 @@ class Problem:
         """The root of everything random in the run."""
         return jax.random.key(self.spec.seed)
 
-    @property
+    def plan(self, batch: int) -> Plan:
+        """The target, traced for batches of this size."""
+        return self.target.plan(jax.ShapeDtypeStruct((batch, self.spec.target.features), jnp.float32))
+
+    @cached_property
     def weights(self) -> dict[str, jax.Array]:
         """`W[d_in, d_out]` of each site."""
-        return tms.weights(self.target.params)
+        matrices = self.plan(1).matrices(self.target.params)
+        return {site: matrices[name] for site, name in tms.SITES.items()}
 
     @property
     def importance(self) -> ImportanceFn:
@@ -59,10 +68,15 @@ class Problem:
             losses.stochastic,
             losses.stochastic_layerwise,
         )
-        params = self.target.params
+        params, plan = self.target.params, self.plan(training.batch)
+
+        def masked(components: Mapping[str, Factors], masks: Mapping[str, SiteMask], x: Any) -> jax.Array:
+            factors = {tms.SITES[site]: value for site, value in components.items()}
+            return plan.masked(params, factors, {tms.SITES[site]: mask for site, mask in masks.items()}, x)
+
         model = Model(
-            clean=lambda x: tms.clean(params, x),
-            masked=lambda components, masks, x: tms.masked(params, components, masks, x),
+            clean=lambda x: _clean(plan, params, x),
+            masked=masked,
             weights=self.weights,
             sample=lambda key: tms.sample(key, training.batch, shape_of(self.spec)),
         )
@@ -95,7 +109,8 @@ class Problem:
 
     def importance_on_probe(self, product: Decomposition) -> dict[str, Any]:
         """Lower importance `[features, C]` of each site on one active feature at a time."""
-        _, inputs = tms.clean(self.target.params, jnp.asarray(probe(self.spec.target.features)))
+        features = jnp.asarray(probe(self.spec.target.features))
+        _, inputs = _clean(self.plan(len(features)), self.target.params, features)
         logits = self.importance.apply(product.ci_fn, product.components, inputs)
         return {site: jax.device_get(lower_squash(x)) for site, x in logits.items()}
 
@@ -111,6 +126,12 @@ class Problem:
             "ml2r": found.ml2r,
             "identity_error": {site: identity_error(x) for site, x in ci.items()},
         }
+
+
+def _clean(plan: Plan, params: Any, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The frozen forward, and each site's input."""
+    out, taps = plan.clean(params, x, taps=list(tms.SITES.values()))
+    return out, {site: taps[name].input for site, name in tms.SITES.items()}
 
 
 def shape_of(spec: RunSpec) -> tms.Shape:

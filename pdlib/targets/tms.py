@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from pdlib.items.state import Factors
-from pdlib.method.masks import SiteMask, masked_linear
 from pdlib.targets.target import Target
 
-SITES = ("linear1", "linear2")
+# what a run calls each decomposed weight → the parameter that it is
+SITES = {"linear1": "linear1/w", "linear2": "linear2/w"}
 
 
 class Shape(NamedTuple):
@@ -71,35 +70,6 @@ def pretrain(key: Any, shape: Shape, *, steps: int, batch: int, learning_rate: f
     carry = (weights, optimizer.init(weights))
     weights, _ = jax.jit(lambda carry: jax.lax.fori_loop(0, steps, update, carry))(carry)
     return Target(apply, _untied(weights))
-
-
-def clean(
-    params: Mapping[str, Any], x: Float[Array, "batch features"]
-) -> tuple[Float[Array, "batch features"], dict[str, Array]]:
-    """The frozen forward, and each site's input."""
-    hidden = x @ params["linear1"]["w"]
-    out = jax.nn.relu(hidden @ params["linear2"]["w"] + params["linear2"]["b"][None])
-    return out, {"linear1": x, "linear2": hidden}
-
-
-def masked(
-    params: Mapping[str, Any],
-    components: Mapping[str, Factors],
-    masks: Mapping[str, SiteMask],
-    x: Float[Array, "batch features"],
-) -> Float[Array, "batch features"]:
-    """The forward with the sites of `masks` decomposed and the others frozen."""
-
-    def linear(site: str, x: Array) -> Array:
-        W = params[site]["w"]
-        return masked_linear(x, W, components[site], masks[site]) if site in masks else x @ W
-
-    return jax.nn.relu(linear("linear2", linear("linear1", x)) + params["linear2"]["b"][None])
-
-
-def weights(params: Mapping[str, Any]) -> dict[str, Array]:
-    """The matrix `W[d_in, d_out]` of each site."""
-    return {site: params[site]["w"] for site in SITES}
 
 
 def _untied(weights: Mapping[str, Array]) -> dict[str, dict[str, Array]]:

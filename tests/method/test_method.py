@@ -14,10 +14,12 @@ from pdlib.items.state import Factors, Site, named_key
 from pdlib.method import losses, schedule
 from pdlib.method.importance import lower_squash, per_component_mlp, upper_squash
 from pdlib.method.initialise import spread_factors
-from pdlib.method.masks import SiteMask, masked_linear, stochastic_mask
+from pdlib.method.masks import stochastic_mask
 from pdlib.method.step import warm_up
 from pdlib.method.truth import identity_error, permute_to_identity, probe, recovery
+from pdlib.rewrite.masks import SiteMask
 from pdlib.targets import tms
+from pdlib.targets.target import Target
 
 RANDOM = np.random.default_rng(0)
 
@@ -30,22 +32,29 @@ X, W, V, U = normal(3, 4, 6), normal(6, 5), normal(6, 7), normal(7, 5)
 MASK, DELTA = RANDOM.random((3, 4, 7), np.float32), RANDOM.random((3, 4, 1), np.float32)
 
 
+def masked(mask: SiteMask) -> jax.Array:
+    """One linear site, decomposed."""
+    params = {"linear": {"w": jnp.asarray(W)}}
+    plan = Target(lambda params, x: x @ params["linear"]["w"], params).plan(jnp.asarray(X))
+    return plan.masked(params, {"linear/w": Factors(V, U)}, {"linear/w": mask}, jnp.asarray(X))
+
+
 def test_the_masked_forward_is_that_of_the_masked_components_and_the_rest():
     x, w, v, u, m, d = (np.asarray(a, np.float64) for a in (X, W, V, U, MASK, DELTA))
     want = ((x @ v) * m) @ u + d * (x @ (w - v @ u))
-    got = masked_linear(jnp.asarray(X), jnp.asarray(W), Factors(V, U), SiteMask(MASK, DELTA))
+    got = masked(SiteMask(MASK, DELTA))
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
 def test_with_all_masks_one_the_output_is_the_frozen_one_to_the_bit():
     ones = SiteMask(jnp.ones_like(MASK), jnp.ones_like(DELTA))
-    got = masked_linear(jnp.asarray(X), jnp.asarray(W), Factors(V, U), ones)
+    got = masked(ones)
     np.testing.assert_array_equal(np.asarray(got), np.asarray(jnp.asarray(X) @ jnp.asarray(W)))
 
 
 def test_stochastic_masks_lie_between_the_importance_and_one():
     lower = jnp.asarray(RANDOM.random((5000, 3), np.float32))
-    mask, delta = stochastic_mask(jax.random.key(0), lower)
+    mask, delta, _ = stochastic_mask(jax.random.key(0), lower)
     source = (mask - lower) / (1 - lower)
     assert float(source.min()) >= -1e-5
     assert float(source.max()) <= 1 + 1e-5
@@ -171,13 +180,15 @@ def test_the_toy_model_s_forward_is_that_of_its_haiku_network():
     x = tms.sample(jax.random.key(1), 64, shape)
     params = network.init(jax.random.key(0), x)
     params = jax.tree.map(lambda p: p + 0.1, params)
-    out, inputs = tms.clean(params, x)
+    plan = Target(network.apply, params).plan(x)
+    assert list(plan.sites("*")) == list(tms.SITES.values())
+    out, taps = plan.clean(params, x, taps="*")
     np.testing.assert_allclose(out, network.apply(params, x), rtol=1e-6, atol=1e-6)
-    np.testing.assert_array_equal(inputs["linear1"], x)
-    np.testing.assert_allclose(tms.masked(params, {}, {}, x), out)
-    components = {s: spread_factors(jax.random.key(2), w, 6) for s, w in tms.weights(params).items()}
-    ones = {s: SiteMask(jnp.ones((64, 6)), jnp.zeros((64, 1))) for s in tms.SITES}
-    np.testing.assert_allclose(tms.masked(params, components, ones, x), out, atol=1e-5)
+    np.testing.assert_array_equal(taps["linear1/w"].input, x)
+    np.testing.assert_allclose(plan.masked(params, {}, {}, x), out)
+    components = {s: spread_factors(jax.random.key(2), w, 6) for s, w in plan.matrices(params).items()}
+    ones = {site: SiteMask(jnp.ones((64, 6)), jnp.zeros((64, 1))) for site in components}
+    np.testing.assert_allclose(plan.masked(params, components, ones, x), out, atol=1e-5)
     assert float(jnp.mean(x > 0)) == pytest.approx(0.5, abs=0.1)
 
 

@@ -181,6 +181,63 @@ def migrate(
         _note("nothing was changed; pass --apply to do it")
 
 
+@app.command()
+def export(
+    run: Run,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to make.")],
+    step: Annotated[int | None, typer.Option("--step", help="The newest product without it.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a product as safetensors, with an index and a model card; nothing of pdlib is needed to read it.
+
+    Example: pdlib export runs/tms_5-2 tms-exported
+    """
+    from pdlib.consumers.export import apply_export, plan_export
+
+    plan = plan_export(run, out, step=step)
+    _show(plan, as_json)
+    apply_export(plan, say=_note)
+
+
+@app.command("import")
+def import_(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A directory that pdlib export made.")],
+    run: Annotated[Path, typer.Argument(metavar="DEST", help="The run directory to make.")],
+) -> None:
+    """Make a run of an export, equal to the bit.
+
+    Example: pdlib import tms-exported runs/tms-again
+    """
+    from pdlib.consumers.export import import_product
+
+    import_product(source, run, say=_note)
+    typer.echo(f"{run}: the product of {source}")
+
+
+@app.command()
+def diff(
+    one: Annotated[str, typer.Argument(metavar="A", help="A run directory.")],
+    other: Annotated[str, typer.Argument(metavar="B", help="Another run directory.")],
+    step_a: Annotated[int | None, typer.Option("--step-a", help="The newest product of A without it.")] = None,
+    step_b: Annotated[int | None, typer.Option("--step-b", help="The newest product of B without it.")] = None,
+    figure: Annotated[Path | None, typer.Option("--figure", help="Draw the matched components here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two products: specification, leaves by digest, components up to permutation, sign and scale.
+
+    Example: pdlib diff runs/seed-0 runs/seed-1 --figure diff.png
+    """
+    from pdlib.consumers.diff import compare_runs
+
+    found = compare_runs(one, other, step_a=step_a, step_b=step_b)
+    _show(found, as_json)
+    if figure is not None:
+        from pdlib.consumers.plots import matched_components
+
+        matched_components({site.site: site.cosines for site in found.sites}, figure)
+        _note(f"figure: {figure}")
+
+
 def main() -> None:
     """Run the command line; an error of pdlib's takes one screen, its traceback only with `--debug`."""
     try:

@@ -32,3 +32,23 @@ def permuted_importance(importance: Mapping[str, Any], path: Path) -> None:
     partial = path.with_name(f".{path.name}.partial.png")
     figure.savefig(partial, dpi=120)
     partial.replace(path)
+
+
+def matched_components(cosines: Mapping[str, np.ndarray], path: Path) -> None:
+    """Draw `|cos|` of the matched components of each site, in descending order, and write it whole.
+
+    Args:
+        cosines: site → `[matched]`.
+        path: a PNG.
+    """
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for site, values in cosines.items():
+        axes.plot(np.arange(1, len(values) + 1), values, label=site)
+    axes.set(xlabel="matched component", ylabel="|cos| of the rank-one matrices", ylim=(-0.02, 1.02))
+    if cosines:
+        axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    figure.savefig(partial, dpi=120, format="png")
+    partial.replace(path)

@@ -11,14 +11,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
 
 from pdlib.errors import StepRefused
-from pdlib.store.lock import is_locked
+from pdlib.store.lock import LOCK_FILE, is_locked, locked
 
 STAGING = ".staging-"
 TRASH = ".trash-"
@@ -165,6 +166,33 @@ def exchange(one: Path, other: Path) -> None:
         flush_directory(parent)
 
 
+@contextmanager
+def staged(target: Path) -> Generator[Path]:
+    """A hidden directory beside `target` that becomes it by one rename when all went well, and is gone otherwise.
+
+    What killed processes left of earlier attempts is deleted; what another one is making is not.
+
+    Raises:
+        StepRefused: the target exists.
+    """
+    if os.path.lexists(target):
+        raise StepRefused(f"{target} exists; nothing was overwritten: pass a directory that is not there")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f"{STAGING}{target.name}-"
+    for entry in [*target.parent.iterdir()]:
+        if entry.name.startswith(prefix) and not is_locked(entry):
+            delete(entry)
+    staging = target.parent / f"{prefix}{secrets.token_hex(6)}"
+    try:
+        with locked(staging):
+            yield staging
+            (staging / LOCK_FILE).unlink()
+            flush_tree(staging)
+            move(staging, target)
+    finally:
+        remove_staging(staging)
+
+
 def remove_staging(staging: Path) -> None:
     """Delete a save's own staging directory; a failed OCDBT write may still be adding files for a moment."""
     for pause in (0.0, 0.01, 0.05, 0.2, 0.5, 1.0):
@@ -180,10 +208,3 @@ def remove_leftovers(directory: Path) -> None:
         if entry.name.startswith((STAGING, TRASH)):
             with contextlib.suppress(OSError):
                 shutil.rmtree(entry)
-
-
-def remove_abandoned(directory: Path, prefix: str) -> None:
-    """Delete staging directories that begin so, except those whose maker still holds them by their lock."""
-    for entry in [*directory.iterdir()]:
-        if entry.name.startswith(prefix) and not is_locked(entry):
-            delete(entry)

@@ -7,20 +7,18 @@ one rename.
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdlib.errors import NoCheckpoint, NotARun, StepRefused
+from pdlib.errors import NoCheckpoint, NotARun
 from pdlib.items.layouts import Layout, layouts
 from pdlib.items.registry import Registry
 from pdlib.store import files
 from pdlib.store.assemble import Assembly, assemble
 from pdlib.store.ledger import size
-from pdlib.store.lock import locked
 from pdlib.store.places import locate
 from pdlib.store.recognise import recognise
 from pdlib.store.seal import seal_item, seal_step
@@ -183,25 +181,14 @@ def apply_migration(plan: MigrationPlan, *, say: Say = lambda _: None) -> None:
     """
     destination = plan.destination
     lineage = _lineage(plan)
-    if destination.exists():
-        if _made_before(destination, lineage):
-            say(f"{destination} is there already")
-            return
-        raise StepRefused(f"{destination} exists; nothing was overwritten: pass a directory that is not there")
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f"{files.STAGING}{destination.name}-"
-    files.remove_abandoned(destination.parent, prefix)
-    staging = destination.parent / f"{prefix}{secrets.token_hex(6)}"
-    try:
-        with locked(staging):
-            for step in plan.steps:
-                say(f"step {step.step}: {size(step.nbytes)}")
-                write_step(step, staging / "ckpts" / str(step.step), plan.registry)
-            files.write_file(staging / LINEAGE_FILE, (json.dumps(lineage, indent=2) + "\n").encode())
-            files.flush_tree(staging)
-            files.move(staging, destination)
-    finally:
-        files.remove_staging(staging)
+    if destination.exists() and _made_before(destination, lineage):
+        say(f"{destination} is there already")
+        return
+    with files.staged(destination) as staging:
+        for step in plan.steps:
+            say(f"step {step.step}: {size(step.nbytes)}")
+            write_step(step, staging / "ckpts" / str(step.step), plan.registry)
+        files.write_file(staging / LINEAGE_FILE, (json.dumps(lineage, indent=2) + "\n").encode())
 
 
 def write_step(plan: StepMigration, home: Path, registry: Registry, *, twice: bool = False) -> None:

@@ -1,0 +1,271 @@
+"""What it costs to open, read and resume a run of the size of Llama-3.1-8B's layer 18: pdlib beside orbax, in one run.
+
+    uv run python benchmarks/restore_8b.py [--scale small | half | full] [--home DIR]
+
+`full` has the exact shapes (d 4096, ff 14336, C 24576, importance transformer of width 4096 with 4 blocks: 9.9 GB of
+product, 20 GB of process); `half` halves every width (2.5 and 5 GB), `small` quarters them (0.6 and 1.2 GB). Every
+contender runs in a fresh process, from a warm and from a cold page cache. Ratios come first. Contenders that would need
+more memory than the machine has are left out, and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from harness import Result, bars, keep, machine, measure, megabytes, table
+
+SCALES = {"small": 4, "half": 2, "full": 1}
+
+SHAPES = """
+import jax, jax.numpy as jnp, numpy as np, optax
+from pdlib.items.state import Site, TrainingItem, TrainState, Decomposition, init_decomposition
+from pdlib.method.transformer import Chunk, Sizes, chunkwise_transformer
+d, ff, C, m, h = (n // SCALE for n in (4096, 14336, 24576, 4096, 16384))
+sites = {f"layers.18.mlp.{n}_proj": Site(i, o, C) for n, i, o in (("gate", d, ff), ("up", d, ff), ("down", ff, d))}
+importance = chunkwise_transformer([Chunk(("layers.18.mlp.gate_proj",), tuple(sites))], Sizes(m, 4, 64 // SCALE, h))
+optimizer = optax.adamw(1e-4)
+def initial(key):
+    product = init_decomposition(key, sites, importance.init)
+    sources = {s: jnp.zeros((1, 2048 // SCALE, C + 1)) for s in sites}
+    adversary = {"sources": sources, "m": sources, "v": sources, "count": jnp.float32(0)}
+    process = TrainingItem(optimizer.init(product.components), optimizer.init(product.ci_fn), {"ppgd": adversary},
+                           jnp.int32(0))
+    return TrainState(product, process)
+abstract = jax.eval_shape(initial, jax.random.key(0))
+"""
+
+# Values are views of one file of random bits: a state larger than memory can be written, and no two leaves are alike.
+VALUES = """
+import math
+from pathlib import Path
+pool = np.memmap(POOL, np.uint8, mode="r")
+offset = [0]
+def values(leaf):
+    nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+    if nbytes < 64:
+        return np.ones(leaf.shape, leaf.dtype)
+    offset[0] = (offset[0] + 4096 * 7919) % (len(pool) - nbytes) // 4096 * 4096
+    return pool[offset[0]:offset[0] + nbytes].view(leaf.dtype).reshape(leaf.shape)
+state = jax.tree.map(values, abstract)
+"""
+
+WRITE = """
+from pdlib.store import Manager, save_state
+with Manager(HOME + "/one/ckpts") as manager:
+    save_state(manager, 1, state)
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("fsdp",))
+for count in (4, 8):
+    part = jax.sharding.Mesh(np.array(jax.devices()[:count]), ("fsdp",))
+    def place(leaf):
+        axis = next((i for i, n in enumerate(leaf.shape) if n == C), None)
+        spec = jax.P(*("fsdp" if i == axis else None for i in range(leaf.ndim)))
+        return jax.device_put(leaf, jax.NamedSharding(part, spec))
+    with Manager(HOME + f"/shards{count}/ckpts") as manager:
+        manager.save(1, {"decomposition": jax.tree.map(place, state.decomposition)})
+import orbax.checkpoint as ocp, safetensors.numpy
+plain = {"product": {"components": {s: list(f) for s, f in state.decomposition.components.items()},
+                     "ci_fn": state.decomposition.ci_fn}}
+ocp.PyTreeCheckpointer().save(HOME + "/orbax_product", plain["product"])
+if WHOLE:
+    ocp.PyTreeCheckpointer().save(HOME + "/orbax_whole", {**plain["product"], "process": tuple(state.training)})
+flat = {"/".join(map(str, path)): leaf for path, leaf in
+        [((s, k), getattr(f, k)) for s, f in state.decomposition.components.items() for k in "VU"]
+        + [(("ci_fn", m, p), x) for m, ps in state.decomposition.ci_fn.items() for p, x in ps.items()]}
+safetensors.numpy.save_file(flat, HOME + "/product.safetensors")
+"""
+
+OURS = "import jax, pdlib\nfrom pdlib.store import Manager, restore_factors\njax.devices()\n"
+# the first matmul is compiled before the clock starts: what is measured is opening, and that its arrays can be used
+COMPILE = """
+import jax.numpy as jnp
+first = jax.jit(lambda x, V: x @ V)
+site, ones = "layers.18.mlp.gate_proj", jnp.ones((1, 4096 // SCALE))
+first(ones, jnp.ones((4096 // SCALE, 24576 // SCALE))).block_until_ready()
+"""
+FIRST = "\nfirst(ones, {}).block_until_ready()"
+ORBAX = """
+import jax, orbax.checkpoint as ocp, numpy as np
+jax.devices()
+def read(path, sharding=None):
+    ck = ocp.PyTreeCheckpointer()
+    meta = ck.metadata(path).item_metadata.tree
+    host = ocp.RestoreArgs(restore_type=np.ndarray)
+    make = lambda _: host if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding)
+    leaf = lambda x: hasattr(x, "shape")
+    return jax.block_until_ready(ck.restore(path, restore_args=jax.tree.map(make, meta, is_leaf=leaf)))
+"""
+ONE_DEVICE = "s = jax.sharding.SingleDeviceSharding(jax.devices()[0])\n"
+RAW = """
+import os, mmap, numpy as np
+from concurrent.futures import ThreadPoolExecutor
+files = [os.path.join(d, f) for d, _, fs in os.walk(FOLDER) for f in fs if f[0].isdigit()]
+PIECE = 64 << 20
+tasks = [(f, s) for f in files for s in range(0, os.path.getsize(f), PIECE)]
+buffers = {f: np.empty(os.path.getsize(f), np.uint8) for f in files}
+def readinto(task):
+    f, s = task
+    view = memoryview(buffers[f])[s:s + PIECE]
+    with open(f, "rb", buffering=0) as file:
+        file.seek(s)
+        while len(view):
+            view = view[file.readinto(view):]
+def touch(f):
+    if os.path.getsize(f):
+        with open(f, "rb") as file:
+            int(np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)[::4096].sum())
+"""
+
+
+def contenders(home: Path, *, whole: bool) -> dict[str, tuple[str, str, int, Path]]:
+    """Name → what is prepared, what is timed, how many devices, and the files it reads."""
+    one, item = home / "one", home / "one" / "ckpts" / "1" / "decomposition"
+    shards = home / "shards8"
+    scale = f"SCALE = {os.environ['PDLIB_BENCH_SCALE']}\n"
+    raw = f"FOLDER = {str(item)!r}\n{RAW}"
+    raw8 = f"FOLDER = {str(shards / 'ckpts' / '1' / 'decomposition')!r}\n{RAW}"
+    pool = "with ThreadPoolExecutor(8) as pool: list(pool.map({}, {}))"
+    owned = "with Manager({!r}, read_only=True) as m: x = m.restore_to_host(1, 'decomposition')"
+    mesh = "mesh = jax.sharding.Mesh(np.array(jax.devices()), ('fsdp',))\n"
+    open_ours = f"run = pdlib.open_run({str(one)!r})"
+    first_site = f"f = restore_factors(Manager({str(one / 'ckpts')!r}, read_only=True), 'layers.18.mlp.up_proj')"
+    found = {
+        "pdlib: open the product, first matmul": (
+            scale + OURS + COMPILE,
+            open_ours + FIRST.format("run.components[site].V"),
+            1,
+            one,
+        ),
+        "pdlib: open the product": (OURS, open_ours, 1, one),
+        "pdlib: one site": (OURS, first_site, 1, one),
+        "pdlib: read the product, owned": (OURS, owned.format(str(one / "ckpts")), 1, one),
+        "pdlib: read the product of 8 shards, owned": (OURS, owned.format(str(shards / "ckpts")), 1, shards),
+        "pdlib: onto 4 devices": (
+            OURS + "import numpy as np\n" + mesh,
+            f"x = jax.block_until_ready(pdlib.open_run({str(one)!r}, mesh=mesh).decomposition)",
+            4,
+            one,
+        ),
+        "orbax: the product, numpy": (ORBAX, f"x = read({str(home / 'orbax_product')!r})", 1, home / "orbax_product"),
+        "orbax: the product, first matmul": (
+            scale + ORBAX + ONE_DEVICE + COMPILE,
+            f"x = read({str(home / 'orbax_product')!r}, s)" + FIRST.format("x['components'][site][0]"),
+            1,
+            home / "orbax_product",
+        ),
+        "orbax: onto 4 devices": (
+            ORBAX + mesh + "s = jax.NamedSharding(mesh, jax.P())",
+            f"x = read({str(home / 'orbax_product')!r}, s)",
+            4,
+            home / "orbax_product",
+        ),
+        "safetensors: load_file": (
+            "import safetensors.numpy",
+            f"x = safetensors.numpy.load_file({str(home / 'product.safetensors')!r})",
+            1,
+            home,
+        ),
+        "raw limit: parallel readinto": (raw, pool.format("readinto", "tasks"), 1, one),
+        "raw limit: parallel readinto, 8 shards": (raw8, pool.format("readinto", "tasks"), 1, shards),
+        "raw limit: touch every page": (raw, pool.format("touch", "files"), 1, one),
+    }
+    if whole:
+        resume = (
+            "from pdlib.store import restore_step\n"
+            f"with Manager({str(one / 'ckpts')!r}, read_only=True) as m:\n"
+            "    x = jax.block_until_ready(restore_step(m, 1, abstract))"
+        )
+        found["pdlib: resume the whole state"] = (scale + SHAPES + OURS, resume, 1, one)
+        found["orbax: restore the whole state"] = (
+            ORBAX + ONE_DEVICE,
+            f"x = read({str(home / 'orbax_whole')!r}, s)",
+            1,
+            home / "orbax_whole",
+        )
+    return found
+
+
+GOALS = (  # what is asked: contender, rival, and how many times faster it has to be
+    (
+        "pdlib: open the product, first matmul",
+        "orbax: the product, first matmul",
+        {"small": 100.0, "half": 100.0, "full": 300.0},
+    ),
+    ("pdlib: read the product, owned", "orbax: the product, numpy", 3.0),
+    ("pdlib: read the product, owned", "raw limit: parallel readinto", 0.8),
+    ("pdlib: read the product of 8 shards, owned", "raw limit: parallel readinto, 8 shards", 0.6),
+    ("pdlib: onto 4 devices", "orbax: onto 4 devices", 3.0),
+    ("pdlib: resume the whole state", "orbax: restore the whole state", 2.0),
+)
+
+
+def report(found: dict[str, tuple[Result, Result]], scale: str, product: int) -> str:
+    """The tables: ratios, then what each contender took."""
+    rows = [["pdlib", "rival", "times as fast, warm", "cold", "goal"]]
+    for ours, rival, goal in GOALS:
+        if ours in found and rival in found:
+            warm, cold = (found[rival][i].seconds / found[ours][i].seconds for i in (0, 1))
+            want = goal[scale] if isinstance(goal, dict) else goal
+            rows.append([ours, rival, f"{warm:,.2f}", f"{cold:,.2f}", f"≥ {want:g}"])
+    details = [["contender", "warm s", "cold s", "peak anonymous MB", "kept MB", "mapped MB"]]
+    for name, (warm, cold) in found.items():
+        memory = [megabytes(n) for n in (warm.peak_anonymous, warm.kept_anonymous, warm.mapped_pages)]
+        details.append([name, f"{warm.seconds:.4f}", f"{cold.seconds:.4f}", *memory])
+    return f"{machine()}\n\nproduct of {product / 1e9:.2f} GB, scale {scale}\n\n{table(rows)}\n\n{table(details)}"
+
+
+def write(home: Path, scale: int, *, whole: bool) -> None:
+    """Write what the contenders read, in a process of its own."""
+    with (home / "pool").open("wb") as file:
+        largest = 4 * (4096 // scale) * 4 * (16384 // scale)
+        for _ in range(largest // (64 << 20) + 2):
+            file.write(os.urandom(64 << 20))
+    code = (
+        f"SCALE, HOME, POOL, WHOLE = {scale}, {str(home)!r}, {str(home / 'pool')!r}, {whole}\n{SHAPES}{VALUES}{WRITE}"
+    )
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, check=True)
+
+
+def main() -> None:
+    """Write, measure, print and keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", choices=SCALES, default="small")
+    parser.add_argument("--home", type=Path, default=None, help="where to write; a temporary directory without it")
+    parser.add_argument("--repeats", type=int, default=3)
+    asked = parser.parse_args()
+    scale, whole = SCALES[asked.scale], asked.scale != "full"
+    os.environ["PDLIB_BENCH_SCALE"] = str(scale)
+    home = Path(tempfile.mkdtemp(dir=asked.home))
+    try:
+        write(home, scale, whole=whole)
+        found: dict[str, tuple[Result, Result]] = {}
+        for name, (prepare, work, devices, reads) in contenders(home, whole=whole).items():
+            warm = measure(prepare, work, devices=devices, repeats=asked.repeats)
+            cold = measure(prepare, work, devices=devices, cold=[reads], repeats=1)
+            found[name] = (warm, cold)
+            print(f"{name}: {warm.seconds:.4f} s warm, {cold.seconds:.4f} s cold", file=sys.stderr)
+        product = sum(
+            p.stat().st_size for p in (home / "one" / "ckpts" / "1" / "decomposition").rglob("*") if p.is_file()
+        )
+        print(report(found, asked.scale, product))
+        if not whole:
+            print("\nThe whole state is larger than this machine's memory: its contenders were left out.")
+        flat = {
+            f"{name}, {kind}": r for name, pair in found.items() for kind, r in zip(("warm", "cold"), pair, strict=True)
+        }
+        keep(f"restore_8b_{asked.scale}", {"product_bytes": product, **flat})
+        bars(
+            f"restore_8b_{asked.scale}", {name: pair[0].seconds for name, pair in found.items()}, f"{asked.scale}, warm"
+        )
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

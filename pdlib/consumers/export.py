@@ -269,10 +269,7 @@ def _tensor_bytes(path: Path, name: str) -> memoryview:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         start, stop = json.loads(file.read(length))[name]["data_offsets"]
-    data = (
-        np.memmap(path, np.uint8, mode="r", offset=8 + length + start, shape=(stop - start,)) if stop > start else b""
-    )
-    return memoryview(data)
+    return np.memmap(path, np.uint8, mode="r", offset=8 + length + start, shape=(stop - start,)).data
 
 
 def _card(plan: ExportPlan, index: Mapping[str, Any]) -> str:
@@ -301,8 +298,8 @@ def _card(plan: ExportPlan, index: Mapping[str, Any]) -> str:
         *([f"* {key}: {value}" for key, value in figures.items()] or ["The run has recorded none."]), "",
         "## Reading it", "", "Nothing but safetensors is needed; `index.json` says what each tensor is.", "",
         "```python", "from safetensors.numpy import load_file", f'V = load_file("{first}")["V"]', "```", "",
-        "What its NumPy reader has no dtype for, its readers for Flax and PyTorch have. A dtype that safetensors has no",
-        "name for is kept as uint8, with one axis more, for the bytes of an element.",
+        "What its NumPy reader has no dtype for, its readers for Flax and PyTorch have. A dtype that safetensors has",
+        "no name for is kept as uint8, with one axis more, for the bytes of an element.",
         "", "`pdlib import` makes a run of this directory again, bit for bit.", "",
     ]  # fmt: skip
     return "\n".join(lines)

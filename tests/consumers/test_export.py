@@ -77,9 +77,8 @@ def test_every_dtype_and_name_goes_out_and_comes_back(tmp_path):
     for where in (run, tmp_path / "again"):
         with Manager(where / "ckpts", registry=LOOSE, read_only=True) as manager:
             assert manager.verify(3)
-    with Manager(run / "ckpts", registry=LOOSE, read_only=True) as one:
-        with Manager(tmp_path / "again" / "ckpts", registry=LOOSE, read_only=True) as other:
-            assert_bit_equal(other.restore_to_host(3, "decomposition"), one.restore_to_host(3, "decomposition"))
+    one, other = (Manager(at / "ckpts", registry=LOOSE, read_only=True) for at in (run, tmp_path / "again"))
+    assert_bit_equal(other.restore_to_host(3, "decomposition"), one.restore_to_host(3, "decomposition"))
     names = [p.name for p in out.glob("site-*.safetensors")]
     assert len({name.lower() for name in names}) == 5
     assert all(name.isascii() for name in names)
@@ -156,7 +155,7 @@ def test_what_was_changed_or_lost_on_the_way_is_named_and_nothing_is_made(tmp_pa
     with pytest.raises(CorruptItem, match="the values are not those that were exported"):
         import_product(out, tmp_path / "run")
     index.write_text(text[:-20], "utf-8")
-    with pytest.raises(CorruptItem, match="changed or missing: .*index.json"):
+    with pytest.raises(CorruptItem, match=r"changed or missing: .*index\.json"):
         import_product(out, tmp_path / "run")
     index.write_text(text.replace('"format": 1', '"format": 2'), "utf-8")
     with pytest.raises(ForeignLayout, match="this pdlib reads format 1"):
@@ -166,7 +165,8 @@ def test_what_was_changed_or_lost_on_the_way_is_named_and_nothing_is_made(tmp_pa
 
 def test_a_corrupt_product_does_not_go_out(tmp_path):
     shutil.copytree(CORPUS / "raw.v1", tmp_path / "run")
-    file = next(p for p in (tmp_path / "run").rglob("0.0") if p.parent.name.endswith(".V"))
+    home = tmp_path / "run" / "ckpts" / "7" / "decomposition"
+    file = next(p for p in home.rglob("0.0") if p.parent.name.endswith(".V"))
     file.write_bytes(bytes(b ^ 1 for b in file.read_bytes()))
     with pytest.raises(CorruptItem, match="changed: 7/decomposition"):
         exported(tmp_path / "run", tmp_path / "out")

@@ -30,7 +30,7 @@ def convert_step(home: Path, plan: StepMigration, registry: Any) -> list[Path]:
         what was set aside, to be deleted.
     """
     older = [name for name in item_names(home) if name not in plan.leaves]
-    staging = home.parent / f"{files.STAGING}convert-{home.name}"
+    staging = home.parent / f"{files.REWRITING}{home.name}"
     files.remove_staging(staging)
     try:
         write_step(plan, staging, registry, twice=True)

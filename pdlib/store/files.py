@@ -23,6 +23,7 @@ from pdlib.store.lock import LOCK_FILE, is_locked, locked
 
 STAGING = ".staging-"
 TRASH = ".trash-"
+REWRITING = f"{STAGING}rewriting-"  # of who holds the run: what is left of it belongs to nobody
 _FREE = """
 import os, shutil, sys
 if os.fork() == 0:  # the parent ends at once, so that nobody waits for the child and none is left behind

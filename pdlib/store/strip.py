@@ -148,7 +148,7 @@ def apply_strip(plan: StripPlan, *, wait: bool = True, say: Say = lambda _: None
         StepRefused: the file system cannot let directories change places (for `consolidate`).
     """
     with locked(plan.run):
-        trash = [entry for entry in plan.ckpts.iterdir() if entry.name.startswith(files.TRASH)]
+        trash = [entry for entry in plan.ckpts.iterdir() if entry.name.startswith((files.TRASH, files.REWRITING))]
         try:
             for step in plan.steps:
                 _apply(plan.ckpts, step, say, trash)
@@ -252,7 +252,7 @@ def _apply(ckpts: Path, plan: StepPlan, say: Say, trash: list[Path]) -> None:
 def _consolidate(ckpts: Path, home: Path) -> list[Path]:
     from pdlib.store.consolidate import one_file_a_leaf
 
-    staging = ckpts / f"{files.STAGING}consolidate-{home.parent.name}-{home.name}"
+    staging = ckpts / f"{files.REWRITING}{home.parent.name}-{home.name}"
     files.remove_staging(staging)
     try:
         one_file_a_leaf(read_item(home), staging / home.name)

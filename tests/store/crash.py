@@ -18,8 +18,15 @@ import numpy as np
 
 import pdlib
 import pdlib.store
+import pdlib.store.consolidate
+import pdlib.store.convert
+from pdlib.consumers.export import apply_export, import_product, plan_export
+from pdlib.items.contracts import default_registry
 from pdlib.items.state import Decomposition, Factors, TrainingItem, TrainState
 from pdlib.store import KeepNewest, Manager, Retention, save_state
+from pdlib.store.migrate import apply_migration, plan_migration
+from pdlib.store.prune import apply_prune, plan_prune
+from pdlib.store.strip import apply_strip, plan_strip
 
 CALLS = ("write", "fsync", "rename", "replace", "mkdir", "rmdir", "unlink", "remove", "open", "close", "utime", "link")
 KEEP = Retention(product=KeepNewest(2), process=KeepNewest(1))
@@ -55,15 +62,45 @@ def act(action: str, manager: Manager) -> None:
             raise ValueError(action)
 
 
-def count_calls(limit: int, *, tear: bool) -> list[int]:
-    """Kill this process at the call after `limit` others; with `tear`, after half of what that call would write."""
+def use(tool: str, folder: Path) -> None:
+    """What the child does with a tool: `folder` holds a run, and what the tool makes or reads beside it."""
+    match tool:
+        case "strip":
+            apply_strip(plan_strip(folder / "run"))
+        case "strip, older step":
+            apply_strip(plan_strip(folder / "run", keep_newest=0))
+        case "strip --consolidate":
+            apply_strip(plan_strip(folder / "run", consolidate=True))
+        case "prune, afterwards":
+            apply_prune(plan_prune(folder / "run", KEEP))
+        case "migrate":
+            apply_migration(plan_migration(folder / "source", folder / "run", registry=default_registry()))
+        case "export":
+            apply_export(plan_export(folder / "source", folder / "run"))
+        case "import":
+            import_product(folder / "source", folder / "run")
+        case _:
+            raise ValueError(tool)
+
+
+FAILING = ("write", "fsync", "rename", "replace", "mkdir", "link")
+
+
+def count_calls(limit: int, *, tear: bool, fail: int = 0) -> list[int]:
+    """Kill this process at the call after `limit` others; with `tear`, after half of what that call would write.
+
+    With `fail`, calls that could fill a disk raise this error number from there on, and nobody is killed.
+    """
     lock, made = threading.Lock(), [0]
 
     def counted(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             with lock:
                 made[0] += 1
-                if made[0] > limit:
+                if made[0] > limit and fail:
+                    if name in FAILING:
+                        raise OSError(fail, os.strerror(fail))
+                elif made[0] > limit:
                     if tear and name == "write":
                         function(args[0], memoryview(args[1])[: len(args[1]) // 2])
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -89,14 +126,20 @@ def child(request: dict[str, Any], answer: int) -> None:
         os.setuid(request["user"])
     made, error = [0], ""
     try:
-        if request["action"] == "touch":
+        if request.get("action") == "touch":
             Path(request["folder"], "touched").touch()
-        elif request["action"] == "open":
+        elif request.get("action") == "open":
             opened = pdlib.open_run(Path(request["folder"]), verify=True)
             error = f"step {opened.step} {sum(f.V.size + f.U.size for f in opened.components.values())}"
+        elif "tool" in request:
+            limit = request.get("limit", 10**9)
+            made = count_calls(limit, tear=request.get("tear", False), fail=request.get("fail", 0))
+            use(request["tool"], Path(request["folder"]))
         else:
             manager = Manager(request["folder"], layout=request.get("layout", "raw"), retention=KEEP)
-            made = count_calls(request.get("limit", 10**9), tear=request.get("tear", False))
+            made = count_calls(
+                request.get("limit", 10**9), tear=request.get("tear", False), fail=request.get("fail", 0)
+            )
             act(request["action"], manager)
             manager.close()
     except Exception as refused:

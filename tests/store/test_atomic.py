@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ BOTH, PRODUCT = ["decomposition", "training"], ["decomposition"]
 Ask = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def ask() -> Iterator[Ask]:
+@contextmanager
+def serving() -> Iterator[Ask]:
     """Ask `tests.store.crash` to fork a child; answers with the signal that ended it, its calls and what it said."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     environment.pop("XLA_FLAGS", None)
@@ -47,6 +48,13 @@ def ask() -> Iterator[Ask]:
         yield request
         assert server.stdin is not None
         server.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def ask() -> Iterator[Ask]:
+    """See `serving`."""
+    with serving() as request:
+        yield request
 
 
 @pytest.fixture

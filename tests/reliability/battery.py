@@ -239,7 +239,7 @@ def interrupt_saves(ask: Ask, folder: Path, action: str, times: int, *, seed: in
 
 
 def damage_every_file(folder: Path, name: str, *, most: int) -> Counter[str]:
-    """Delete, cut short and flip a bit of files of a corpus entry, one at a time; verify finds it, no reader is fooled."""
+    """Delete, cut short and flip a bit of files of a corpus entry, each alone: verify finds it, no reader is fooled."""
     counts: Counter[str] = Counter()
     run = folder / "run"
     shutil.copytree(CORPUS / name, run)

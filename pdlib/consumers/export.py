@@ -118,6 +118,7 @@ def plan_export(run: str | Path, out: str | Path, *, step: int | None = None) ->
     return ExportPlan(home, locate(out), item, newest, {file: tuple(leaves) for file, leaves in groups.items()})
 
 
+@files.changing
 def apply_export(plan: ExportPlan, *, say: Say = lambda _: None) -> None:
     """Write the files of a plan; a kill at any instruction leaves OUT absent or whole.
 
@@ -139,6 +140,7 @@ def apply_export(plan: ExportPlan, *, say: Say = lambda _: None) -> None:
         files.write_file(staging / CARD_FILE, _card(plan, index).encode())
 
 
+@files.changing
 def import_product(source: str | Path, run: str | Path, *, say: Say = lambda _: None) -> None:
     """Make a run of an export, bit-equal to the one that was exported; all or nothing.
 

@@ -11,15 +11,20 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 from blake3 import blake3
 
-from pdlib.errors import StepRefused
+from pdlib.errors import SaveFailed, StepRefused
 from pdlib.store.lock import LOCK_FILE, is_locked, locked
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 STAGING = ".staging-"
 TRASH = ".trash-"
@@ -165,6 +170,25 @@ def exchange(one: Path, other: Path) -> None:
         raise OSError(number, f"{os.strerror(number)} (exchanging two directories in one step)", str(one))
     for parent in {one.parent, other.parent}:
         flush_directory(parent)
+
+
+def changing(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function that changes files: what the system refuses it becomes an error of ours.
+
+    Raises:
+        SaveFailed: a file or directory could not be written, renamed or deleted; the cause is attached.
+    """
+
+    @wraps(function)
+    def attempt(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except OSError as error:
+            raise SaveFailed(
+                f"{error}\nNothing that was there is lost: mend the cause, and run it again to end what was begun."
+            ) from error
+
+    return attempt
 
 
 @contextmanager

@@ -108,9 +108,8 @@ def test_what_the_system_refuses_is_an_error_of_ours(run, monkeypatch, number):
         raise OSError(number, os.strerror(number), "somewhere")
 
     monkeypatch.setattr(files, "set_aside", refuse)
-    with pytest.raises(
-        SaveFailed, match=f"{os.strerror(number)}: 'somewhere'\nNothing that was there is lost: mend the cause"
-    ):
+    text = f"{os.strerror(number)}: 'somewhere'\nNothing that was there is lost: mend the cause"
+    with pytest.raises(SaveFailed, match=text):
         apply_strip(plan_strip(run))
     assert held(run) == {1: BOTH, 2: BOTH, 3: BOTH}
 

@@ -50,9 +50,10 @@ def chunkwise_transformer(
     blocks (attention over T with rotary positions, no biases; an MLP with biases and erf-GELU), an affine head a site.
 
     Parameters, in one Haiku module `chunkwise_transformer`, for K chunks, B blocks, width m, hidden h, D joined taps:
-    `input_w [K, D, m]`, `input_b [K, m]`; `query`, `key`, `value`, `output [B, K, m, m]`; `hidden_w [B, K, m, h]`,
-    `hidden_b [B, K, h]`, `out_w [B, K, h, m]`, `out_b [B, K, m]`; `head_w.SITE [m, C]`, `head_b.SITE [C]`; and
-    `frequencies [m / heads / 2]` of the rotary positions, a buffer that no gradient reaches.
+    `input_w [K, D, m]`, `input_b [K, m]`; `query`, `key`, `value`, `output [B, K, m, m]` with the output axis first, as
+    older checkpoints hold them; `hidden_w [B, K, m, h]`, `hidden_b [B, K, h]`, `out_w [B, K, h, m]`, `out_b [B, K, m]`;
+    `head_w.SITE [m, C]`, `head_b.SITE [C]`; and `frequencies [m / heads / 2]` of the rotary positions, a buffer that no
+    gradient reaches.
 
     Args:
         chunks: they partition the sites, and their taps have one joined width.
@@ -145,11 +146,11 @@ def _block(
     x: Float[Array, "K batch T m"], p: Mapping[str, Array], rotation: tuple[Array, Array], heads: int
 ) -> Float[Array, "K batch T m"]:
     normed = _rms(x)
-    q, k, v = (_split(jnp.einsum("kbtm,kmn->kbtn", normed, p[name]), heads) for name in ("query", "key", "value"))
+    q, k, v = (_split(jnp.einsum("kbtm,knm->kbtn", normed, p[name]), heads) for name in ("query", "key", "value"))
     q, k = _rotate(q, rotation), _rotate(k, rotation)
     weights = jax.nn.softmax(jnp.einsum("kbthc,kbshc->kbhts", q, k) * q.shape[-1] ** -0.5, axis=-1)
     mixed = jnp.einsum("kbhts,kbshc->kbthc", weights, v).reshape(x.shape)
-    x = x + jnp.einsum("kbtm,kmn->kbtn", mixed, p["output"])
+    x = x + jnp.einsum("kbtm,knm->kbtn", mixed, p["output"])
     wide = jnp.einsum("kbtm,kmh->kbth", _rms(x), p["hidden_w"]) + p["hidden_b"][:, None, None]
     wide = jax.nn.gelu(wide, approximate=False)
     return x + jnp.einsum("kbth,khm->kbtm", wide, p["out_w"]) + p["out_b"][:, None, None]

@@ -18,7 +18,10 @@ SITES = {"a": Site(8, 5, 7), "b": Site(8, 5, 6), "c": Site(5, 4, 3)}
 
 
 def older_forward(old: dict[str, np.ndarray], taps: np.ndarray) -> np.ndarray:
-    """The older importance transformer in float64: one tap, blocks in a list, one head for all sites."""
+    """The older importance transformer in float64: one tap, blocks in a list, one head for all sites.
+
+    Its q, k, v and o are `[out, in]`, applied as `x @ wᵀ`; its MLP is `[in, out]`.
+    """
     p = {name: np.asarray(x, np.float64) for name, x in old.items()}
     x = _rms(np.asarray(taps, np.float64)) @ p["in_proj_w"] + p["in_proj_b"]
     half = len(p["inv_freq"])
@@ -32,11 +35,11 @@ def older_forward(old: dict[str, np.ndarray], taps: np.ndarray) -> np.ndarray:
 
     for i in range(sum(name.endswith("/wq") for name in p)):
         b = {name.split("/")[-1]: value for name, value in p.items() if name.startswith(f"blocks/{i}/")}
-        q, k, v = ((_rms(x) @ b[w]).reshape(*x.shape[:-1], heads, 2 * half) for w in ("wq", "wk", "wv"))
+        q, k, v = ((_rms(x) @ b[w].T).reshape(*x.shape[:-1], heads, 2 * half) for w in ("wq", "wk", "wv"))
         scores = np.einsum("...thc,...shc->...hts", rotated(q), rotated(k)) / math.sqrt(2 * half)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         mixed = np.einsum("...hts,...shc->...thc", weights / weights.sum(-1, keepdims=True), v)
-        x = x + mixed.reshape(x.shape) @ b["wo"]
+        x = x + mixed.reshape(x.shape) @ b["wo"].T
         wide = _rms(x) @ b["w1"] + b["b1"]
         x = x + (wide * 0.5 * (1 + np.vectorize(math.erf)(wide / math.sqrt(2)))) @ b["w2"] + b["b2"]
     return x @ p["out_w"] + p["out_b"]

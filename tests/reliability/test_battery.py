@@ -61,6 +61,13 @@ def test_a_run_opens_ten_thousand_times_while_it_is_training(place):
     assert battery.open_while_training(place, 10_000) == 10_000
 
 
+@pytest.mark.parametrize("times", [60, pytest.param(200, marks=pytest.mark.deep)])
+def test_memory_and_descriptors_stay_flat_over_many_saves(place, times):
+    grown, opened = battery.save_many(place, times)
+    assert grown < 4 << 20
+    assert opened <= 0
+
+
 @pytest.fixture(params=["moved", "symlinked", "odd name", "read-only", "foreign"])
 def elsewhere(request, tmp_path) -> Path:
     run = tmp_path / {"odd name": "ü n i/~ 'x'\n"}.get(request.param, "run")

@@ -184,7 +184,7 @@ def migrate(
 @app.command()
 def export(
     run: Run,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to make.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The directory to make.")],
     step: Annotated[int | None, typer.Option("--step", help="The newest product without it.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -202,16 +202,18 @@ def export(
 @app.command("import")
 def import_(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A directory that pdlib export made.")],
-    run: Annotated[Path, typer.Argument(metavar="DEST", help="The run directory to make.")],
+    run: Annotated[str, typer.Argument(metavar="DEST", help="The run directory to make.")],
+    as_json: AsJson = False,
 ) -> None:
     """Make a run of an export, equal to the bit.
 
     Example: pdlib import tms-exported runs/tms-again
     """
-    from pdlib.consumers.export import import_product
+    from pdlib.consumers.imports import apply_import, plan_import
 
-    import_product(source, run, say=_note)
-    typer.echo(f"{run}: the product of {source}")
+    plan = plan_import(source, run)
+    _show(plan, as_json)
+    apply_import(plan, say=_note)
 
 
 @app.command()

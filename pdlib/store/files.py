@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from pdlib.errors import StepRefused
+from pdlib.errors import SaveFailed, StepRefused
 from pdlib.store.lock import LOCK_FILE, is_locked, locked
 
 STAGING = ".staging-"
@@ -58,6 +58,17 @@ def hash_file(path: Path) -> dict[str, object]:
     """The manifest entry of an existing file."""
     digest = blake3(max_threads=blake3.AUTO).update_mmap(path)
     return {"size": path.stat().st_size, "blake3": digest.hexdigest()}
+
+
+def settle(path: Path) -> dict[str, object]:
+    """Flush a file that another library wrote, let those read it who may read its directory, and hash it."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return hash_file(path)
 
 
 def holds(path: Path, data: memoryview) -> bool:
@@ -175,9 +186,30 @@ def staged(target: Path) -> Generator[Path]:
 
     Raises:
         StepRefused: the target exists.
+        SaveFailed: a file could not be read or written; nothing of the target is there.
+    """
+    check_free(target)
+    try:
+        with _staged(target) as staging:
+            yield staging
+    except OSError as error:
+        raise SaveFailed(
+            f"{target} was not made: {error}\nNothing of it is there: mend the cause, and do it again."
+        ) from error
+
+
+def check_free(target: Path) -> None:
+    """Refuse a target that is there.
+
+    Raises:
+        StepRefused: it exists.
     """
     if os.path.lexists(target):
         raise StepRefused(f"{target} exists; nothing was overwritten: pass a directory that is not there")
+
+
+@contextmanager
+def _staged(target: Path) -> Generator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f"{STAGING}{target.name}-"
     for entry in [*target.parent.iterdir()]:
@@ -187,9 +219,10 @@ def staged(target: Path) -> Generator[Path]:
     try:
         with locked(staging):
             yield staging
-            (staging / LOCK_FILE).unlink()
             flush_tree(staging)
             move(staging, target)
+            with contextlib.suppress(OSError):  # held until here: a staging without its lock is anybody's to delete
+                (target / LOCK_FILE).unlink()
     finally:
         remove_staging(staging)
 

@@ -223,6 +223,7 @@ def diff(
     step_a: Annotated[int | None, typer.Option("--step-a", help="The newest product of A without it.")] = None,
     step_b: Annotated[int | None, typer.Option("--step-b", help="The newest product of B without it.")] = None,
     figure: Annotated[Path | None, typer.Option("--figure", help="Draw the matched components here.")] = None,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 where anything differs.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare two products: specification, leaves by digest, components up to permutation, sign and scale.
@@ -236,8 +237,12 @@ def diff(
     if figure is not None:
         from pdlib.consumers.plots import matched_components
 
-        matched_components({site.site: site.cosines for site in found.sites}, figure)
+        matched = {site.site: site.matching for site in found.sites if site.matching is not None}
+        small = {site: each.matrix for site, each in matched.items() if each.matrix is not None}
+        matched_components({site: each.cosines for site, each in matched.items()}, figure, matrices=small)
         _note(f"figure: {figure}")
+    if exit_code and found.differs:
+        raise typer.Exit(REFUSED)
 
 
 def main() -> None:

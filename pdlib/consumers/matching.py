@@ -1,6 +1,6 @@
 """Matches the components of two sites by what they do, whatever their order, signs and scales; needs no jax.
 
-`|cos|` of two rank-one matrices `v ⊗ u` and `v' ⊗ u'` is `|v·v'| |u·u'| / (‖v‖ ‖v'‖ ‖u‖ ‖u'‖)`; partners are one to one.
+`|cos|` of rank-one matrices `v ⊗ u` and `v' ⊗ u'` is `|v·v'| |u·u'| / (‖v‖ ‖v'‖ ‖u‖ ‖u'‖)`; partners are one to one.
 Up to `BEST_UP_TO` components the sum of `|cos|` is the largest there is (SciPy's assignment, cubic in C). Above,
 partners are those who are each other's best, taken out round by round.
 """

@@ -1,7 +1,7 @@
-"""Decompose a small classifier of seven-segment digits, written in plain Haiku, through pdlib's public functions.
+"""Decompose a small classifier of handwritten-like digits, written in plain Haiku, through pdlib's public functions.
 
 Run it with `uv run python examples/decompose_haiku.py`; it takes under a minute on two cores. The digits are drawn
-here: seven-segment glyphs, moved, thickened and noised. The model knows nothing of pdlib, and is not changed.
+here, as seven-segment glyphs, moved, dimmed and noised. The model knows nothing of pdlib, and is not changed.
 """
 
 from __future__ import annotations

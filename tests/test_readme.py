@@ -35,7 +35,7 @@ def home(tmp_path_factory):
 
 def test_the_python_blocks_run(home):
     blocks = [text for kind, text in BLOCKS if kind == "python"]
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     code = "\n".join(
         [*blocks, "from hypothesis import settings", "settings(max_examples=5, deadline=None)(test_round_trip)()"]
     )

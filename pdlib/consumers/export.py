@@ -105,13 +105,14 @@ def plan_export(run: str | Path, out: str | Path, *, step: int | None = None) ->
     return ExportPlan(home, target, item, number, _groups(item))
 
 
+@files.changing
 def apply_export(plan: ExportPlan, *, say: Say = lambda _: None) -> None:
     """Write the files of a plan; a kill at any instruction leaves OUT absent or whole.
 
     Raises:
         StepRefused: OUT exists.
         CorruptItem: the product is not what its manifest records, or was not written as it is.
-        SaveFailed: a file could not be read or written; OUT is not there.
+        SaveFailed: a file could not be written; OUT is not there.
     """
     bring(plan.item, plan.item.leaves)
     if plan.item.origin is None:  # what came from an object store was held to its manifest on the way
@@ -134,7 +135,7 @@ def _groups(item: StoredItem) -> dict[str, tuple[ExportedLeaf, ...]]:
     for file, leaves in groups.items():
         names = [_short_name(leaf) for leaf in leaves]
         counts = Counter([*names, "__metadata__"])  # which safetensors keeps for itself
-        clear = [short if counts[short] == 1 else f"{leaf.name}" for leaf, short in zip(leaves, names, strict=True)]
+        clear = [short if counts[short] == 1 else leaf.name for leaf, short in zip(leaves, names, strict=True)]
         if len({*clear}) < len(clear):
             clear = [leaf.name for leaf in leaves]
         pairs = zip(leaves, clear, strict=True)

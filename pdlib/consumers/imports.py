@@ -100,13 +100,14 @@ def plan_import(source: str | Path, run: str | Path) -> ImportPlan:
     return ImportPlan(home, target, index)
 
 
+@files.changing
 def apply_import(plan: ImportPlan, *, say: Say = lambda _: None) -> None:
     """Make the run of a plan; a kill at any instruction leaves it absent or whole.
 
     Raises:
         CorruptItem: a file is missing or changed, or the values are not those that were exported; lists each.
         StepRefused: the run exists.
-        SaveFailed: a file could not be read or written; the run is not there.
+        SaveFailed: a file could not be written; the run is not there.
     """
     bad = [file for file, entry in plan.index.files.items() if not _is_same(plan.source / file, entry)]
     if bad:

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pdlib.errors import ContractError, NoCheckpoint
+from pdlib.errors import ContractError, NoCheckpoint, PdlibError
 from pdlib.items.state import Decomposition, Factors
 from pdlib.store.checkpoint import Manager
 from pdlib.store.decomposition import PRODUCT, restore_decomposition, restore_decomposition_to_host
@@ -85,16 +85,22 @@ def open_run(
         ContractError: `host` together with `dtype` or `mesh`.
     """
     run = find_run(locate(path))
+    if host and (dtype is not None or mesh is not None):
+        raise ContractError("open_run(host=True) gives the stored arrays: leave dtype and mesh out, or host")
     with Manager(run / "ckpts", read_only=True) as manager:
-        newest = manager.latest(items=(PRODUCT,)) if step is None else step
-        if newest is None:
-            raise NoCheckpoint(f"{run} holds no product yet; let it train to its first save")
-        if verify:
-            manager.verify(newest, items=(PRODUCT,)).require()
-        if host:
-            if dtype is not None or mesh is not None:
-                raise ContractError("open_run(host=True) gives the stored arrays: leave dtype and mesh out, or host")
-            product = restore_decomposition_to_host(manager, newest, sites=sites, mapped=True)
-        else:
-            product = restore_decomposition(manager, newest, sites=sites, dtype=dtype, mesh=mesh)
-    return OpenedRun(run, newest, product)
+        while True:
+            newest = manager.latest(items=(PRODUCT,)) if step is None else step
+            if newest is None:
+                raise NoCheckpoint(f"{run} holds no product yet; let it train to its first save")
+            try:
+                if verify:
+                    manager.verify(newest, items=(PRODUCT,)).require()
+                if host:
+                    product = restore_decomposition_to_host(manager, newest, sites=sites, mapped=True)
+                else:
+                    product = restore_decomposition(manager, newest, sites=sites, dtype=dtype, mesh=mesh)
+            except PdlibError:
+                if step is None and PRODUCT not in manager.items(newest):
+                    continue  # a live run pruned it between choosing and opening: there is a newer one
+                raise
+            return OpenedRun(run, newest, product)

@@ -198,13 +198,26 @@ class Manager:
         Raises:
             TornStep: a step at least as new is not whole, and `fallback` is not set; names the last whole one.
         """
-        for step in reversed(self.steps()):
+        while True:
+            steps = self.steps()
+            try:
+                found = self._latest(steps, items, fallback=fallback)
+            except TornStep:
+                if set(steps) <= set(self.steps()):
+                    raise
+                continue
+            if found is not None or set(steps) <= set(self.steps()):
+                return found
+            # a step was pruned between listing and looking: those that are there now are newer
+
+    def _latest(self, steps: list[int], items: tuple[str, ...], *, fallback: bool) -> int | None:
+        for step in reversed(steps):
             try:
                 self._check_whole(step, items)
             except PdlibError as error:
                 if fallback:
                     continue
-                whole = self.latest(items=items, fallback=True)
+                whole = self._latest(steps, items, fallback=True)
                 raise TornStep(
                     f"the newest step, {step}, of {self.directory} is torn: {error}\n"
                     f"The last whole one is {whole}; pass fallback=True to take it."

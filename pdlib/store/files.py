@@ -11,15 +11,20 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 from blake3 import blake3
 
 from pdlib.errors import SaveFailed, StepRefused
 from pdlib.store.lock import LOCK_FILE, is_locked, locked
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 STAGING = ".staging-"
 TRASH = ".trash-"
@@ -178,6 +183,25 @@ def exchange(one: Path, other: Path) -> None:
         flush_directory(parent)
 
 
+def changing(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function that changes files: what the system refuses it becomes an error of ours.
+
+    Raises:
+        SaveFailed: a file or directory could not be written, renamed or deleted; the cause is attached.
+    """
+
+    @wraps(function)
+    def attempt(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except OSError as error:
+            raise SaveFailed(
+                f"{error}\nNothing that was there is lost: mend the cause, and run it again to end what was begun."
+            ) from error
+
+    return attempt
+
+
 @contextmanager
 def staged(target: Path) -> Generator[Path]:
     """A hidden directory beside `target` that becomes it by one rename when all went well, and is gone otherwise.
@@ -186,30 +210,8 @@ def staged(target: Path) -> Generator[Path]:
 
     Raises:
         StepRefused: the target exists.
-        SaveFailed: a file could not be read or written; nothing of the target is there.
     """
     check_free(target)
-    try:
-        with _staged(target) as staging:
-            yield staging
-    except OSError as error:
-        raise SaveFailed(
-            f"{target} was not made: {error}\nNothing of it is there: mend the cause, and do it again."
-        ) from error
-
-
-def check_free(target: Path) -> None:
-    """Refuse a target that is there.
-
-    Raises:
-        StepRefused: it exists.
-    """
-    if os.path.lexists(target):
-        raise StepRefused(f"{target} exists; nothing was overwritten: pass a directory that is not there")
-
-
-@contextmanager
-def _staged(target: Path) -> Generator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f"{STAGING}{target.name}-"
     for entry in [*target.parent.iterdir()]:
@@ -225,6 +227,16 @@ def _staged(target: Path) -> Generator[Path]:
                 (target / LOCK_FILE).unlink()
     finally:
         remove_staging(staging)
+
+
+def check_free(target: Path) -> None:
+    """Refuse a target that is there.
+
+    Raises:
+        StepRefused: it exists.
+    """
+    if os.path.lexists(target):
+        raise StepRefused(f"{target} exists; nothing was overwritten: pass a directory that is not there")
 
 
 def remove_staging(staging: Path) -> None:

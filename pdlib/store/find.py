@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from pdlib.errors import NoCheckpoint, NotARun
+from pdlib.errors import NoCheckpoint, NotARun, PdlibError
 from pdlib.store.places import anywhere
 from pdlib.store.remote import cached
 from pdlib.store.stored import ITEM_FILE, StoredItem, item_names, read_item, step_numbers
@@ -70,12 +70,18 @@ def find_product(run: Path, step: int | None = None) -> StoredItem:
         TornStep, ForeignLayout: it is not whole, or not pdlib's.
     """
     ckpts = run / "ckpts"
-    steps = step_numbers(ckpts)
-    if step is None:
-        step = next((number for number in reversed(steps) if PRODUCT in item_names(ckpts / str(number))), None)
-        if step is None:
+    while step is None:
+        found = next((n for n in reversed(step_numbers(ckpts)) if PRODUCT in item_names(ckpts / str(n))), None)
+        if found is None:
             raise NoCheckpoint(f"{run} holds no product yet; let it train to its first save")
-    elif step not in steps:
+        try:
+            return find_product(run, found)
+        except PdlibError:
+            if PRODUCT in item_names(ckpts / str(found)):
+                raise
+            # a live run pruned it between choosing and reading: there is a newer one
+    steps = step_numbers(ckpts)
+    if step not in steps:
         held = ", ".join(map(str, steps[-8:])) or "no step"
         raise NoCheckpoint(f"{ckpts} holds no step {step!r}; it holds {held}")
     item = read_item(ckpts / str(step) / PRODUCT)

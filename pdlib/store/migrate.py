@@ -169,6 +169,7 @@ def plan_step(
     return StepMigration(int(home.name), home, found.layout.name, wanted, found.dropped, tuple(dict.fromkeys(left)))
 
 
+@files.changing
 def apply_migration(plan: MigrationPlan, *, say: Say = lambda _: None) -> None:
     """Make the destination. A kill at any instruction leaves it absent or whole, and the source as it was.
 

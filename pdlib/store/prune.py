@@ -70,6 +70,7 @@ def plan_prune(run: str | Path, retention: Retention) -> PrunePlan:
     return PrunePlan(home, sizes, len(numbers), is_locked(home))
 
 
+@files.changing
 def apply_prune(plan: PrunePlan) -> None:
     """Do what a plan says. A kill at any instruction leaves each item whole or gone, and no product without need.
 

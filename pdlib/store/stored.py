@@ -149,7 +149,10 @@ class StoredItem:
         from blake3 import blake3
 
         problems: list[str] = []
-        described = blake3((self.directory / ITEM_FILE).read_bytes()).hexdigest()
+        try:
+            described = blake3((self.directory / ITEM_FILE).read_bytes()).hexdigest()
+        except FileNotFoundError:
+            described = ""
         if self.files.get(ITEM_FILE, {}).get("blake3") != described:
             problems.append(f"{ITEM_FILE} is not the one that was written")
         sizes = file_sizes(self.directory)
@@ -235,9 +238,10 @@ def step_numbers(directory: Path) -> list[int]:
 @anywhere
 def item_names(step: Path) -> list[str]:
     """The items of one step, ascending by name; staging and trash are no items."""
-    if not step.is_dir():
+    try:
+        return sorted(e.name for e in step.iterdir() if e.is_dir() and not e.name.startswith("."))
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(e.name for e in step.iterdir() if e.is_dir() and not e.name.startswith("."))
 
 
 def _listing(step: Path) -> str:

@@ -134,6 +134,7 @@ def plan_strip(
     return StripPlan(home, ckpts, plans, is_locked(home))
 
 
+@files.changing
 def apply_strip(plan: StripPlan, *, wait: bool = True, say: Say = lambda _: None) -> None:
     """Do what a plan says. A kill at any instruction leaves each step as it was, or as planned.
 

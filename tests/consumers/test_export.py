@@ -33,7 +33,7 @@ from pdlib.errors import (
     UnstorableLeaf,
 )
 from pdlib.items.contracts import default_registry
-from pdlib.store import Manager
+from pdlib.store import Manager, find
 from pdlib.store.files import hash_file
 from pdlib.testing import assert_bit_equal
 from tests.data.freeze import CORPUS
@@ -376,7 +376,7 @@ def test_what_is_made_is_readable_by_who_may_read_its_directory(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_an_error_that_says_so(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(SaveFailed, match=r"was not made: .*\nNothing of it is there: mend the cause, and do it"):
+    with pytest.raises(SaveFailed, match="Nothing that was there is lost: mend the cause"):
         exported(CORPUS / "raw.v1", tmp_path / "file" / "out")
     for place in ("memory://out", "s3://bucket/out"):
         with pytest.raises(PdlibError, match="is a URL; export to a directory here"):
@@ -396,3 +396,17 @@ def test_what_does_not_read_back_as_it_was_is_refused(tmp_path, monkeypatch):
     with pytest.raises(CorruptItem, match="reads back differently from"):
         exported(CORPUS / "raw.v1", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_product_that_is_pruned_while_it_is_looked_for_is_passed_over(tmp_path, monkeypatch):
+    shutil.copytree(CORPUS / "raw.v1", tmp_path / "run")
+    shutil.copytree(tmp_path / "run" / "ckpts" / "7", tmp_path / "run" / "ckpts" / "9")
+    real = find.read_item
+
+    def pruning(directory: Path):
+        if directory.parent.name == "9":
+            shutil.rmtree(directory.parent)
+        return real(directory)
+
+    monkeypatch.setattr(find, "read_item", pruning)
+    assert plan_export(tmp_path / "run", tmp_path / "out").step == 7

@@ -202,10 +202,8 @@ def interrupt(ask: Ask, folder: Path, tool: str, fault: str, times: int, *, seed
             assert answer["signal"] in (signal.SIGKILL, 0), answer  # threads may make a call less than the first time
         else:
             assert answer["signal"] == 0, answer
-            known = (
-                any(answer["said"].startswith(cls.__name__) for cls in _errors()) or "Error: [Errno" in answer["said"]
-            )
-            assert known or answer["said"] == "", answer
+            ours = any(answer["said"].startswith(cls.__name__) for cls in _errors())
+            assert ours or answer["said"] == "", answer
         case.held(at)
         again = ask(tool=tool, folder=at)
         assert again["said"] == "" or (tool in MAY_RERUN and "nothing was overwritten" in again["said"]), again
@@ -239,7 +237,7 @@ def interrupt_saves(ask: Ask, folder: Path, action: str, times: int, *, seed: in
 
 
 def damage_every_file(folder: Path, name: str, *, most: int) -> Counter[str]:
-    """Delete, cut short and flip a bit of files of a corpus entry, one at a time; verify finds it, no reader is fooled."""
+    """Delete, cut short and flip a bit of files of a corpus entry, each alone: verify finds it, no reader is fooled."""
     counts: Counter[str] = Counter()
     run = folder / "run"
     shutil.copytree(CORPUS / name, run)
@@ -304,14 +302,8 @@ def open_while_training(folder: Path, times: int) -> int:
     opened = 0
     try:
         while opened < times:
-            try:
-                found = pdlib.open_run(run, host=True)
-                assert_bit_equal(found.decomposition, state_of(found.step).decomposition)
-            except PdlibError as error:  # the step that was chosen went before it was read: an error, and no half of it
-                assert "holds no step" in str(error) or "is missing" in str(error) or "holds no item" in str(error), (
-                    error
-                )
-                continue
+            found = pdlib.open_run(run, host=True)
+            assert_bit_equal(found.decomposition, state_of(found.step).decomposition)
             opened += 1
     finally:
         over.set()

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
-import resource, time
+import pathlib, re, time
 import haiku as hk, jax, jax.numpy as jnp
 import pdlib
 from tests.rewrite.architectures import LLAMA_8B, llama_net
@@ -40,7 +40,9 @@ part = lambda names: sum(sizes[name] for name in names) / total
 print(total, len(plan.sites("*")), sorted((s.d_in, s.d_out) for s in sites.values()))
 print([tap.input.shape for tap in taps.values()], [r.shape for r in residuals])
 print(round(part(suffix.params), 3), round(part(prefix.params), 3))
-print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, len(jax.live_arrays()) - before)
+# the peak of this program: getrusage has that of the process that started it, if it was higher
+status = pathlib.Path("/proc/self/status").read_text()
+print(seconds, int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) / 1024, len(jax.live_arrays()) - before)
 """
 
 

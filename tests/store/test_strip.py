@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 
 import pdlib
-from pdlib.errors import ContractError, CorruptItem, NoCheckpoint, RunConflict, StepRefused, TornStep
+from pdlib.errors import ContractError, CorruptItem, NoCheckpoint, RunConflict, SaveFailed, StepRefused, TornStep
 from pdlib.items.contracts import default_registry
 from pdlib.store import KeepAll, KeepNewest, Manager, Retention, files, restore_latest, save_state
 from pdlib.store.ledger import describe_run
@@ -98,6 +100,18 @@ def test_a_stripped_run_says_that_it_cannot_resume_and_why(run):
         restore_latest(manager, jax.eval_shape(lambda: state_of(0)))
     assert describe_run(run).render().count("(training stripped: it cannot resume)") == 3
     assert describe_run(run).as_dict()["steps"][0]["stripped"]["training"] > 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_what_the_system_refuses_is_an_error_of_ours(run, monkeypatch, number):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number), "somewhere")
+
+    monkeypatch.setattr(files, "set_aside", refuse)
+    text = f"{os.strerror(number)}: 'somewhere'\nNothing that was there is lost: mend the cause"
+    with pytest.raises(SaveFailed, match=text):
+        apply_strip(plan_strip(run))
+    assert held(run) == {1: BOTH, 2: BOTH, 3: BOTH}
 
 
 def test_a_live_run_is_left_alone(run):

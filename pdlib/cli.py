@@ -184,7 +184,7 @@ def migrate(
 @app.command()
 def export(
     run: Run,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to make.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The directory to make.")],
     step: Annotated[int | None, typer.Option("--step", help="The newest product without it.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -202,16 +202,18 @@ def export(
 @app.command("import")
 def import_(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A directory that pdlib export made.")],
-    run: Annotated[Path, typer.Argument(metavar="DEST", help="The run directory to make.")],
+    run: Annotated[str, typer.Argument(metavar="DEST", help="The run directory to make.")],
+    as_json: AsJson = False,
 ) -> None:
     """Make a run of an export, equal to the bit.
 
     Example: pdlib import tms-exported runs/tms-again
     """
-    from pdlib.consumers.export import import_product
+    from pdlib.consumers.imports import apply_import, plan_import
 
-    import_product(source, run, say=_note)
-    typer.echo(f"{run}: the product of {source}")
+    plan = plan_import(source, run)
+    _show(plan, as_json)
+    apply_import(plan, say=_note)
 
 
 @app.command()
@@ -221,6 +223,7 @@ def diff(
     step_a: Annotated[int | None, typer.Option("--step-a", help="The newest product of A without it.")] = None,
     step_b: Annotated[int | None, typer.Option("--step-b", help="The newest product of B without it.")] = None,
     figure: Annotated[Path | None, typer.Option("--figure", help="Draw the matched components here.")] = None,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 where anything differs.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare two products: specification, leaves by digest, components up to permutation, sign and scale.
@@ -234,8 +237,12 @@ def diff(
     if figure is not None:
         from pdlib.consumers.plots import matched_components
 
-        matched_components({site.site: site.cosines for site in found.sites}, figure)
+        matched = {site.site: site.matching for site in found.sites if site.matching is not None}
+        small = {site: each.matrix for site, each in matched.items() if each.matrix is not None}
+        matched_components({site: each.cosines for site, each in matched.items()}, figure, matrices=small)
         _note(f"figure: {figure}")
+    if exit_code and found.differs:
+        raise typer.Exit(REFUSED)
 
 
 def main() -> None:

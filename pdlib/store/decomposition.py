@@ -10,11 +10,12 @@ from typing import Any
 from pdlib.errors import NoCheckpoint
 from pdlib.items.state import Decomposition, Factors, TrainState
 from pdlib.store.checkpoint import Manager
+from pdlib.store.find import PRODUCT as PRODUCT
 from pdlib.store.find import find_run
 from pdlib.store.notes import stripped
 from pdlib.store.places import locate
 
-PRODUCT, PROCESS = "decomposition", "training"
+PROCESS = "training"
 
 
 def save_state(

@@ -65,6 +65,17 @@ def hash_file(path: Path) -> dict[str, object]:
     return {"size": path.stat().st_size, "blake3": digest.hexdigest()}
 
 
+def settle(path: Path) -> dict[str, object]:
+    """Flush a file that another library wrote, let those read it who may read its directory, and hash it."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return hash_file(path)
+
+
 def holds(path: Path, data: memoryview) -> bool:
     """Whether a file, as it reads now, has these bytes and no others; a piece at a time is in memory."""
     if path.stat().st_size != len(data):
@@ -200,8 +211,7 @@ def staged(target: Path) -> Generator[Path]:
     Raises:
         StepRefused: the target exists.
     """
-    if os.path.lexists(target):
-        raise StepRefused(f"{target} exists; nothing was overwritten: pass a directory that is not there")
+    check_free(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f"{STAGING}{target.name}-"
     for entry in [*target.parent.iterdir()]:
@@ -211,11 +221,22 @@ def staged(target: Path) -> Generator[Path]:
     try:
         with locked(staging):
             yield staging
-            (staging / LOCK_FILE).unlink()
             flush_tree(staging)
             move(staging, target)
+            with contextlib.suppress(OSError):  # held until here: a staging without its lock is anybody's to delete
+                (target / LOCK_FILE).unlink()
     finally:
         remove_staging(staging)
+
+
+def check_free(target: Path) -> None:
+    """Refuse a target that is there.
+
+    Raises:
+        StepRefused: it exists.
+    """
+    if os.path.lexists(target):
+        raise StepRefused(f"{target} exists; nothing was overwritten: pass a directory that is not there")
 
 
 def remove_staging(staging: Path) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from pdlib.errors import NotARun
+from pdlib.errors import NoCheckpoint, NotARun, PdlibError
 from pdlib.store.places import anywhere
-from pdlib.store.stored import ITEM_FILE, item_names, step_numbers
+from pdlib.store.remote import cached
+from pdlib.store.stored import ITEM_FILE, StoredItem, item_names, read_item, step_numbers
+
+PRODUCT = "decomposition"
 
 
 @anywhere
@@ -53,6 +56,37 @@ def find_run(path: Path) -> Path:
     if path.is_dir() and step_numbers(path):
         raise NotARun(f"{path} holds steps outside a run; open them with pdlib.Manager, or move them to RUN/ckpts")
     raise NotARun(f"{path} is no run: it has no folder ckpts")
+
+
+def find_product(run: Path, step: int | None = None) -> StoredItem:
+    """A run's product as it is stored, whatever the version of its contract; needs no jax.
+
+    Args:
+        run: the run directory.
+        step: the newest that holds a product when None.
+
+    Raises:
+        NoCheckpoint: there is no such step, or no product in it.
+        TornStep, ForeignLayout: it is not whole, or not pdlib's.
+    """
+    ckpts = run / "ckpts"
+    while step is None:
+        found = next((n for n in reversed(step_numbers(ckpts)) if PRODUCT in item_names(ckpts / str(n))), None)
+        if found is None:
+            raise NoCheckpoint(f"{run} holds no product yet; let it train to its first save")
+        try:
+            return find_product(run, found)
+        except PdlibError:
+            if PRODUCT in item_names(ckpts / str(found)):
+                raise
+            # a live run pruned it between choosing and reading: there is a newer one
+    steps = step_numbers(ckpts)
+    if step not in steps:
+        held = ", ".join(map(str, steps[-8:])) or "no step"
+        raise NoCheckpoint(f"{ckpts} holds no step {step!r}; it holds {held}")
+    item = read_item(ckpts / str(step) / PRODUCT)
+    item.check_whole()
+    return cached(item)
 
 
 def _near(name: str, names: list[str]) -> str:

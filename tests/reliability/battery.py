@@ -145,10 +145,10 @@ def _made(whole: Callable[[Path], None]) -> Callable[[Path], None]:
 
 
 def _exported(folder: Path) -> None:
-    from pdlib.consumers.export import import_product
+    from pdlib.consumers.imports import apply_import, plan_import
 
     shutil.rmtree(folder / "check", ignore_errors=True)
-    import_product(folder / "run", folder / "check" / "run")
+    apply_import(plan_import(folder / "run", folder / "check" / "run"))
     _same_values(folder / "check")
 
 

@@ -20,7 +20,8 @@ import pdlib
 import pdlib.store
 import pdlib.store.consolidate
 import pdlib.store.convert
-from pdlib.consumers.export import apply_export, import_product, plan_export
+from pdlib.consumers.export import apply_export, plan_export
+from pdlib.consumers.imports import apply_import, plan_import
 from pdlib.items.contracts import default_registry
 from pdlib.items.state import Decomposition, Factors, TrainingItem, TrainState
 from pdlib.store import KeepNewest, Manager, Retention, save_state
@@ -78,7 +79,7 @@ def use(tool: str, folder: Path) -> None:
         case "export":
             apply_export(plan_export(folder / "source", folder / "run"))
         case "import":
-            import_product(folder / "source", folder / "run")
+            apply_import(plan_import(folder / "source", folder / "run"))
         case _:
             raise ValueError(tool)
 

@@ -1,9 +1,10 @@
-"""What migrating an older step costs: beside `cp` of the bytes that are kept, and a restore and save in orbax, in one run.
+"""What migrating an older step costs, beside `cp` of the bytes kept and a restore and save in orbax, in one run.
 
     uv run python benchmarks/migrate.py [--width 1024]
 
-An older step (layout era-c, one OCDBT item) is written with its product alone of d = width, ff = 3.5 width, C = 4 width,
-importance transformer of that width with 4 blocks; at 2048 it is 1.9 GB. Peak memory is anonymous, over what imports take.
+An older step (layout era-c, one OCDBT item) is written with its product alone: d = width, ff = 3.5 width, C = 4 width,
+an importance transformer of that width with 4 blocks; at 2048 it is 1.9 GB. Peak memory is anonymous, over what
+imports take.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     uv run python benchmarks/strip.py [--scale small | half | full]
 
-A step as `restore_8b.py` has it at that scale is stripped; `cp` copies its product; orbax restores the product and saves it
-again. The bytes are given back by a process of their own, whose time stands apart.
+A step as `restore_8b.py` has it at that scale is stripped; `cp` copies its product; orbax restores the product and
+saves it again. The bytes are given back by a process of their own, whose time stands apart.
 """
 
 from __future__ import annotations

@@ -44,14 +44,9 @@ def older(width: int) -> dict:
     shapes = {"wq": (m, m), "wk": (m, m), "wv": (m, m), "wo": (m, m), "w1": (m, 4 * m), "b1": (4 * m,), "w2": (4 * m, m),
               "b2": (m,)}  # fmt: skip
     blocks = [{name: draw(*shape) for name, shape in shapes.items()} for _ in range(4)]
-    ci_fn = {
-        "in_proj_w": draw(d, m),
-        "in_proj_b": draw(m),
-        "blocks": blocks,
-        "out_w": draw(m, 3 * C),
-        "out_b": draw(3 * C),
-    }
-    return {"components": {"vu": factors}, "ci_fn": {**ci_fn, "inv_freq": draw(32)}, "step": np.int32(7)}
+    ends = {"in_proj_w": draw(d, m), "in_proj_b": draw(m), "out_w": draw(m, 3 * C), "out_b": draw(3 * C)}
+    ci_fn = {**ends, "blocks": blocks, "inv_freq": draw(32)}
+    return {"components": {"vu": factors}, "ci_fn": ci_fn, "step": np.int32(7)}
 
 
 def main() -> None:

@@ -41,8 +41,8 @@ def older(width: int) -> dict:
     d, ff, C, m = width, 7 * width // 2, 4 * width, width
     sites = {"gate": (d, ff), "up": (d, ff), "down": (ff, d)}
     factors = {f"layers.18.mlp.{site}_proj": [draw(i, C), draw(C, o)] for site, (i, o) in sites.items()}
-    shapes = {"wq": (m, m), "wk": (m, m), "wv": (m, m), "wo": (m, m), "w1": (m, 4 * m), "b1": (4 * m,), "w2": (4 * m, m),
-              "b2": (m,)}  # fmt: skip
+    shapes = {"wq": (m, m), "wk": (m, m), "wv": (m, m), "wo": (m, m)}
+    shapes |= {"w1": (m, 4 * m), "b1": (4 * m,), "w2": (4 * m, m), "b2": (m,)}
     blocks = [{name: draw(*shape) for name, shape in shapes.items()} for _ in range(4)]
     ends = {"in_proj_w": draw(d, m), "in_proj_b": draw(m), "out_w": draw(m, 3 * C), "out_b": draw(3 * C)}
     ci_fn = {**ends, "blocks": blocks, "inv_freq": draw(32)}

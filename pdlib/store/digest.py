@@ -66,12 +66,12 @@ def verify_item(item: StoredItem) -> Verification:
     shared = sorted(wanted.keys() & present)
     found = run_parallel([lambda file=file: _hash(item, file) for file in shared])
     label = f"{home.parent.name}/{home.name}"
-    unnamed = {file for leaf in item.leaves for file, _ in leaf.files()} - wanted.keys()
+    unnamed = item.unnamed() if item.is_as_written() else []
     return Verification(
         missing=tuple(f"{label}/{file}" for file in sorted(wanted.keys() - present)),
         changed=tuple(f"{label}/{file}" for file, entry in zip(shared, found, strict=True) if entry != wanted[file]),
         extra=tuple(f"{label}/{file}" for file in sorted(present - wanted.keys() - {MANIFEST_FILE})),
-        unverifiable=tuple(f"{label}/{file} is not in the manifest" for file in sorted(unnamed)),
+        unverifiable=tuple(f"{label}/{file} is not in the manifest" for file in unnamed),
     )
 
 

@@ -140,29 +140,41 @@ class StoredItem:
         return {leaf.path: leaf for leaf in self.leaves}
 
     @anywhere
+    def is_as_written(self) -> bool:
+        """Whether the description is, to the byte, the one that the manifest names; nothing else of it is worth reading.
+
+        Raises:
+            TornStep: the manifest is missing or no manifest.
+        """
+        from blake3 import blake3
+
+        try:
+            described = blake3((self.directory / ITEM_FILE).read_bytes()).hexdigest()
+        except FileNotFoundError:
+            return False
+        return self.files.get(ITEM_FILE, {}).get("blake3") == described
+
+    def unnamed(self) -> list[str]:
+        """Files of its leaves that the manifest does not name; only for an item that is as it was written."""
+        return sorted({file for leaf in self.leaves for file, _ in leaf.files()} - self.files.keys())
+
+    @anywhere
     def check_whole(self) -> None:
         """Compare the size of each file with the manifest, and the description to the byte; reads no array.
 
         Raises:
             TornStep: a file is missing or has another size, or the description was changed; lists each.
         """
-        from blake3 import blake3
-
-        problems: list[str] = []
-        try:
-            described = blake3((self.directory / ITEM_FILE).read_bytes()).hexdigest()
-        except FileNotFoundError:
-            described = ""
-        if self.files.get(ITEM_FILE, {}).get("blake3") != described:
-            problems.append(f"{ITEM_FILE} is not the one that was written")
+        as_written = self.is_as_written()
+        problems = [] if as_written else [f"{ITEM_FILE} is not the one that was written"]
         sizes = file_sizes(self.directory)
         for file, entry in self.files.items():
             if file not in sizes:
                 problems.append(f"{file} is missing")
             elif sizes[file] != entry["size"]:
                 problems.append(f"{file} has {sizes[file]} bytes, want {entry['size']}")
-        unnamed = {f for leaf in self.leaves for f, _ in leaf.files()} - self.files.keys()
-        problems += [f"{file} is not in the manifest" for file in sorted(unnamed)]
+        if as_written:
+            problems += [f"{file} is not in the manifest" for file in self.unnamed()]
         if problems:
             raise TornStep(
                 f"{self.directory} is not whole: {'; '.join(problems[:8])}{' …' if len(problems) > 8 else ''}\n"

@@ -92,7 +92,8 @@ def verify_path(path: str | Path) -> Report:
         try:
             item = read_item(home)
             files += verify_item(item)
-            contracts += [f"{label}: {line}" for line in _contract(item)]
+            if item.is_as_written():
+                contracts += [f"{label}: {line}" for line in _contract(item)]
         except PdlibError as error:
             older = older_layout(home.parent)
             error = f"{older.split(';')[0]}, written without a manifest" if older else error

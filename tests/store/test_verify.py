@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from blake3 import blake3
 
 import pdlib
-from pdlib.errors import NotARun
+from pdlib.errors import ForeignLayout, NotARun, PdlibError, TornStep
 from pdlib.store import Manager
+from pdlib.store.ledger import describe_run
 from pdlib.store.verify import verify_path
 from tests.data.freeze import CORPUS
 from tests.store.test_cases import listing
+
+
+def describe(home: Path, record: dict) -> None:
+    """Give an item a description, and a manifest that agrees with it."""
+    text = json.dumps(record).encode()
+    (home / "pdlib.json").write_bytes(text)
+    manifest = json.loads((home / "manifest.json").read_text("utf-8"))
+    manifest["files"]["pdlib.json"] = {"size": len(text), "blake3": blake3(text).hexdigest()}
+    (home / "manifest.json").write_text(json.dumps(manifest), "utf-8")
 
 
 @pytest.fixture
@@ -57,8 +69,8 @@ def test_each_kind_of_damage_has_its_word(run):
 
 
 def test_leaves_are_held_to_the_contract_that_they_name(run):
-    path = run / "ckpts" / "7" / "decomposition" / "pdlib.json"
-    record = json.loads(path.read_text("utf-8"))
+    home = run / "ckpts" / "7" / "decomposition"
+    record = json.loads((home / "pdlib.json").read_text("utf-8"))
     for change, text in (
         (lambda r: r.update(digest="blake3:0"), "was written under a contract blake3:0"),
         (lambda r: r.update(version=99), "no contract 'decomposition' with version 99"),
@@ -66,10 +78,24 @@ def test_leaves_are_held_to_the_contract_that_they_name(run):
     ):
         broken = json.loads(json.dumps(record))
         change(broken)
-        path.write_text(json.dumps(broken), "utf-8")
+        describe(home, broken)
         report = verify_path(run)
         assert any(text in line for line in report.contracts), report.render()
-        assert report.files.changed == ("7/decomposition/pdlib.json",)
+        assert report.files
+
+
+def test_any_bit_flipped_in_a_description_is_damage_to_every_tool_and_never_a_bug(run):
+    path = run / "ckpts" / "7" / "decomposition" / "pdlib.json"
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        report = verify_path(run)
+        assert report.files.changed or report.files.unverifiable, place
+        assert not report.contracts, place
+        with pytest.raises((TornStep, ForeignLayout)):
+            pdlib.open_run(run)
+        with suppress(PdlibError):
+            describe_run(run)
 
 
 def test_items_of_a_user_are_held_to_their_manifest_alone(tmp_path):

@@ -141,7 +141,7 @@ class StoredItem:
 
     @anywhere
     def is_as_written(self) -> bool:
-        """Whether the description is, to the byte, the one that the manifest names; nothing else of it is worth reading.
+        """Whether the description is, to the byte, the one that the manifest names; else nothing it says is worth much.
 
         Raises:
             TornStep: the manifest is missing or no manifest.

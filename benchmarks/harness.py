@@ -67,10 +67,19 @@ class Result:
     mapped_pages: int
 
 
-def measure(prepare: str, work: str, *, devices: int = 1, cold: Iterable[Path] = (), repeats: int = 3) -> Result:
+def measure(
+    prepare: str,
+    work: str,
+    *,
+    devices: int = 1,
+    cold: Iterable[Path] = (),
+    repeats: int = 3,
+    environment: Mapping[str, str] | None = None,
+) -> Result:
     """The fastest of several runs, each in a fresh process; before each, files under `cold` leave the page cache."""
     environment = {
         **os.environ,
+        **(environment or {}),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }

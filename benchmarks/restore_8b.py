@@ -18,6 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 from harness import Result, bars, keep, machine, measure, megabytes, table
 
 SCALES = {"small": 4, "half": 2, "full": 1}
@@ -40,7 +41,8 @@ def initial(key):
 abstract = jax.eval_shape(initial, jax.random.key(0))
 """
 
-# Values are views of one file of random bits: a state larger than memory can be written, and no two leaves are alike.
+# Values are views of one file of normal numbers: a state larger than memory can be written, no two leaves are alike, and
+# they compress as weights do.
 VALUES = """
 import math
 from pathlib import Path
@@ -59,6 +61,16 @@ WRITE = """
 from pdlib.store import Manager, save_state
 with Manager(HOME + "/one/ckpts") as manager:
     save_state(manager, 1, state)
+if TENFOLD:
+    batch = jax.ShapeDtypeStruct((8, 2048 // SCALE, C + 1), jnp.float32)
+    more = lambda: {name: {s: values(batch) for s in sites} for name in ("sources", "m", "v")} | {"count": np.float32(0)}
+    adversaries = dict(state.training.adversaries)
+    size = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    wanted = 10 * size(state.training)
+    while size(state.training._replace(adversaries=adversaries)) < wanted:
+        adversaries[f"ppgd{len(adversaries)}"] = more()
+    with Manager(HOME + "/tenfold/ckpts") as manager:
+        save_state(manager, 1, state._replace(training=state.training._replace(adversaries=adversaries)))
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("fsdp",))
 for count in (4, 8):
     part = jax.sharding.Mesh(np.array(jax.devices()[:count]), ("fsdp",))
@@ -79,6 +91,8 @@ flat = {"/".join(map(str, path)): leaf for path, leaf in
         + [(("ci_fn", m, p), x) for m, ps in state.decomposition.ci_fn.items() for p, x in ps.items()]}
 safetensors.numpy.save_file(flat, HOME + "/product.safetensors")
 """
+
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # read once, when a process starts
 
 OURS = "import jax, pdlib\nfrom pdlib.store import Manager, restore_factors\njax.devices()\n"
 # the first matmul is compiled before the clock starts: what is measured is opening, and that its arrays can be used
@@ -122,13 +136,11 @@ def touch(f):
 """
 
 
-def contenders(home: Path, *, whole: bool) -> dict[str, tuple[str, str, int, Path]]:
+def contenders(home: Path, *, whole: bool, tenfold: bool) -> dict[str, tuple[str, str, int, Path]]:
     """Name → what is prepared, what is timed, how many devices, and the files it reads."""
     one, item = home / "one", home / "one" / "ckpts" / "1" / "decomposition"
-    shards = home / "shards8"
     scale = f"SCALE = {os.environ['PDLIB_BENCH_SCALE']}\n"
     raw = f"FOLDER = {str(item)!r}\n{RAW}"
-    raw8 = f"FOLDER = {str(shards / 'ckpts' / '1' / 'decomposition')!r}\n{RAW}"
     pool = "with ThreadPoolExecutor(8) as pool: list(pool.map({}, {}))"
     owned = "with Manager({!r}, read_only=True) as m: x = m.restore_to_host(1, 'decomposition')"
     mesh = "mesh = jax.sharding.Mesh(np.array(jax.devices()), ('fsdp',))\n"
@@ -144,7 +156,6 @@ def contenders(home: Path, *, whole: bool) -> dict[str, tuple[str, str, int, Pat
         "pdlib: open the product": (OURS, open_ours, 1, one),
         "pdlib: one site": (OURS, first_site, 1, one),
         "pdlib: read the product, owned": (OURS, owned.format(str(one / "ckpts")), 1, one),
-        "pdlib: read the product of 8 shards, owned": (OURS, owned.format(str(shards / "ckpts")), 1, shards),
         "pdlib: onto 4 devices": (
             OURS + "import numpy as np\n" + mesh,
             f"x = jax.block_until_ready(pdlib.open_run({str(one)!r}, mesh=mesh).decomposition)",
@@ -171,9 +182,26 @@ def contenders(home: Path, *, whole: bool) -> dict[str, tuple[str, str, int, Pat
             home,
         ),
         "raw limit: parallel readinto": (raw, pool.format("readinto", "tasks"), 1, one),
-        "raw limit: parallel readinto, 8 shards": (raw8, pool.format("readinto", "tasks"), 1, shards),
         "raw limit: touch every page": (raw, pool.format("touch", "files"), 1, one),
     }
+    for count in (4, 8):
+        shards = home / f"shards{count}"
+        limit = f"FOLDER = {str(shards / 'ckpts' / '1' / 'decomposition')!r}\n{RAW}"
+        found[f"pdlib: read the product of {count} shards, owned"] = (
+            OURS,
+            owned.format(str(shards / "ckpts")),
+            1,
+            shards,
+        )
+        found[f"raw limit: parallel readinto, {count} shards"] = (limit, pool.format("readinto", "tasks"), 1, shards)
+    if tenfold:
+        large = home / "tenfold"
+        found["pdlib: open the product beside a process ten times larger"] = (
+            OURS,
+            f"run = pdlib.open_run({str(large)!r})",
+            1,
+            large,
+        )
     if whole:
         resume = (
             "from pdlib.store import restore_step\n"
@@ -181,6 +209,7 @@ def contenders(home: Path, *, whole: bool) -> dict[str, tuple[str, str, int, Pat
             "    x = jax.block_until_ready(restore_step(m, 1, abstract))"
         )
         found["pdlib: resume the whole state"] = (scale + SHAPES + OURS, resume, 1, one)
+        found["pdlib: resume the whole state, huge pages"] = found["pdlib: resume the whole state"]
         found["orbax: restore the whole state"] = (
             ORBAX + ONE_DEVICE,
             f"x = read({str(home / 'orbax_whole')!r}, s)",
@@ -198,9 +227,12 @@ GOALS = (  # what is asked: contender, rival, and how many times faster it has t
     ),
     ("pdlib: read the product, owned", "orbax: the product, numpy", 3.0),
     ("pdlib: read the product, owned", "raw limit: parallel readinto", 0.8),
+    ("pdlib: read the product of 4 shards, owned", "raw limit: parallel readinto, 4 shards", 0.6),
     ("pdlib: read the product of 8 shards, owned", "raw limit: parallel readinto, 8 shards", 0.6),
+    ("pdlib: open the product beside a process ten times larger", "pdlib: open the product", 1.0),
     ("pdlib: onto 4 devices", "orbax: onto 4 devices", 3.0),
     ("pdlib: resume the whole state", "orbax: restore the whole state", 2.0),
+    ("pdlib: resume the whole state, huge pages", "orbax: restore the whole state", 2.0),
 )
 
 
@@ -219,14 +251,16 @@ def report(found: dict[str, tuple[Result, Result]], scale: str, product: int) ->
     return f"{machine()}\n\nproduct of {product / 1e9:.2f} GB, scale {scale}\n\n{table(rows)}\n\n{table(details)}"
 
 
-def write(home: Path, scale: int, *, whole: bool) -> None:
+def write(home: Path, scale: int, *, whole: bool, tenfold: bool = False) -> None:
     """Write what the contenders read, in a process of its own."""
+    random = np.random.default_rng(0)
     with (home / "pool").open("wb") as file:
         largest = 4 * (4096 // scale) * 4 * (16384 // scale)
         for _ in range(largest // (64 << 20) + 2):
-            file.write(os.urandom(64 << 20))
+            file.write(random.standard_normal(16 << 20, np.float32))
     code = (
-        f"SCALE, HOME, POOL, WHOLE = {scale}, {str(home)!r}, {str(home / 'pool')!r}, {whole}\n{SHAPES}{VALUES}{WRITE}"
+        f"SCALE, HOME, POOL, WHOLE, TENFOLD = {scale}, {str(home)!r}, {str(home / 'pool')!r}, {whole}, {tenfold}\n"
+        f"{SHAPES}{VALUES}{WRITE}"
     )
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, check=True)
@@ -239,15 +273,16 @@ def main() -> None:
     parser.add_argument("--home", type=Path, default=None, help="where to write; a temporary directory without it")
     parser.add_argument("--repeats", type=int, default=3)
     asked = parser.parse_args()
-    scale, whole = SCALES[asked.scale], asked.scale != "full"
+    scale, whole, tenfold = SCALES[asked.scale], asked.scale != "full", asked.scale == "small"
     os.environ["PDLIB_BENCH_SCALE"] = str(scale)
     home = Path(tempfile.mkdtemp(dir=asked.home))
     try:
-        write(home, scale, whole=whole)
+        write(home, scale, whole=whole, tenfold=tenfold)
         found: dict[str, tuple[Result, Result]] = {}
-        for name, (prepare, work, devices, reads) in contenders(home, whole=whole).items():
-            warm = measure(prepare, work, devices=devices, repeats=asked.repeats)
-            cold = measure(prepare, work, devices=devices, cold=[reads], repeats=1)
+        for name, (prepare, work, devices, reads) in contenders(home, whole=whole, tenfold=tenfold).items():
+            huge = HUGE_PAGES if "huge pages" in name else {}
+            warm = measure(prepare, work, devices=devices, repeats=asked.repeats, environment=huge)
+            cold = measure(prepare, work, devices=devices, cold=[reads], repeats=1, environment=huge)
             found[name] = (warm, cold)
             print(f"{name}: {warm.seconds:.4f} s warm, {cold.seconds:.4f} s cold", file=sys.stderr)
         product = sum(

@@ -27,7 +27,8 @@ from pdlib.store import files
 from pdlib.store.digest import content_digest, leaf_digest, verify_item
 from pdlib.store.find import PRODUCT, find_product, find_run
 from pdlib.store.ledger import size
-from pdlib.store.mapped import as_bytes, map_leaf, numpy_dtype
+from pdlib.store.mapped import map_leaf, numpy_dtype
+from pdlib.store.memory import as_bytes
 from pdlib.store.places import is_remote, locate
 from pdlib.store.remote import bring
 from pdlib.store.stored import StoredItem, StoredLeaf

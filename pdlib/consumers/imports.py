@@ -15,7 +15,7 @@ from pdlib.store import files
 from pdlib.store.digest import content_digest
 from pdlib.store.find import PRODUCT
 from pdlib.store.ledger import size
-from pdlib.store.mapped import as_bytes
+from pdlib.store.memory import as_bytes
 from pdlib.store.orbax_format import zarray
 from pdlib.store.places import is_remote, locate
 from pdlib.store.seal import Entries, seal_item, seal_step, write_entry

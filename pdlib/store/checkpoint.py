@@ -30,7 +30,7 @@ from pdlib.store.remote import cached
 from pdlib.store.request import match_request
 from pdlib.store.restore import Where, host_item, open_item, restore_item
 from pdlib.store.retention import Retention
-from pdlib.store.snapshot import refuse_tracers, snapshot
+from pdlib.store.snapshot import owned, refuse_tracers, snapshot
 from pdlib.store.stored import KEEP_FILE, StoredItem, item_names, read_item, step_numbers
 from pdlib.tree import flatten, stored_names
 
@@ -335,9 +335,11 @@ class Manager:
         names = stored_names(flat.paths, subject=f"item {name}")
         taken = zip(flat.paths, names, flat.leaves, strict=True)
         raw = self.layout == "raw"
-        leaves = [snapshot(name, keys, stored, leaf, own=own and raw) for keys, stored, leaf in taken]
+        leaves = [snapshot(name, keys, stored, leaf) for keys, stored, leaf in taken]
         arrays: dict[str, Any] = {}
-        if not raw:
+        if raw:
+            leaves = owned(leaves) if own else leaves
+        else:
             leaves, arrays = for_orbax(leaves, flat.leaves, own=own)
         return ItemImage(self.registry[name], flat.skeleton, leaves, self.layout, arrays)
 

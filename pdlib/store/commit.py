@@ -21,7 +21,7 @@ from pdlib.items.specs import ItemSpec
 from pdlib.store import orbax_format, processes
 from pdlib.store.digest import content_digest
 from pdlib.store.files import STAGING, hash_file, move, remove_staging
-from pdlib.store.mapped import run_parallel
+from pdlib.store.memory import WRITERS, run_parallel
 from pdlib.store.seal import Entries, seal_item, seal_step, write_entry
 from pdlib.store.snapshot import Snapshot
 from pdlib.store.stored import item_names, read_item
@@ -120,7 +120,7 @@ def _write_items(staging: Path, items: Sequence[ItemImage]) -> dict[str, Entries
                 for leaf, _ in image.leaves
                 if not leaf.is_empty
             ]
-    run_parallel(tasks)
+    run_parallel(tasks, threads=WRITERS)
     return entries
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from pdlib.errors import CorruptItem
 from pdlib.store.digest import leaf_digest, verify_item
 from pdlib.store.files import flush_tree, hash_file
-from pdlib.store.mapped import as_bytes, read_leaves
+from pdlib.store.mapped import read_leaves
+from pdlib.store.memory import as_bytes
 from pdlib.store.orbax_format import zarray
 from pdlib.store.seal import Entries, seal_item, write_entry
 from pdlib.store.stored import StoredItem, StoredLeaf, chunk_file

@@ -10,7 +10,8 @@ from blake3 import blake3
 
 from pdlib.errors import CorruptItem, PdlibError
 from pdlib.store.files import hash_file
-from pdlib.store.mapped import as_bytes, map_region, numpy_dtype, run_parallel
+from pdlib.store.mapped import map_region, numpy_dtype
+from pdlib.store.memory import as_bytes, run_parallel
 from pdlib.store.places import anywhere, is_remote
 from pdlib.store.remote import bring, hash_remote
 from pdlib.store.stored import MANIFEST_FILE, StoredItem, StoredLeaf, file_sizes

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,10 @@ import ml_dtypes
 import numpy as np
 
 from pdlib.errors import TornStep
+from pdlib.store.memory import PIECE, aligned_empty, as_bytes, run_parallel
 from pdlib.store.stored import StoredItem, StoredLeaf
 
 Index = tuple[slice, ...]
-
-THREADS = min(8, 2 * (os.cpu_count() or 1))
-_PIECE = 64 << 20  # bytes one task reads: large enough to stream, small enough to share a leaf among threads
-_ALIGN = 4096
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -73,28 +69,6 @@ def read_leaves(item: StoredItem, leaves: Sequence[StoredLeaf]) -> list[np.ndarr
     return [_view(leaf, array) for leaf, array in zip(leaves, arrays, strict=True)]
 
 
-def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
-    """An uninitialised C-order array that begins on a page, as JAX wants for taking it without a copy."""
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    buffer = np.empty(nbytes + _ALIGN, np.uint8)
-    start = -buffer.ctypes.data % _ALIGN
-    return buffer[start : start + nbytes].view(dtype).reshape(shape)
-
-
-def as_bytes(array: np.ndarray) -> memoryview:
-    """The bytes of a C-order array, without a copy."""
-    return array.reshape(-1).view(np.uint8).data
-
-
-def run_parallel(tasks: Iterable[Callable[[], Any]]) -> list[Any]:
-    """Run tasks on a few threads; the first failure is raised after the others have ended."""
-    tasks = list(tasks)
-    if len(tasks) < 2:
-        return [task() for task in tasks]
-    with ThreadPoolExecutor(min(THREADS, len(tasks))) as pool:
-        return list(pool.map(lambda task: task(), tasks))
-
-
 def _overlaps(leaf: StoredLeaf, index: Index) -> list[tuple[str, Index, Index]]:
     """The files that hold a part of a region: file, the part inside the file, the part of the region."""
     result: list[tuple[str, Index, Index]] = []
@@ -118,8 +92,8 @@ def _read_tasks(item: StoredItem, leaf: StoredLeaf, index: Index, region: np.nda
         whole = all(s.start == 0 and s.stop == n for s, n in zip(inside, leaf.chunks or (), strict=True))
         if whole and part.flags.c_contiguous:
             data = as_bytes(part)
-            for start in range(0, len(data), _PIECE):
-                yield _reader(item.directory / file, start, data[start : start + _PIECE])
+            for start in range(0, len(data), PIECE):
+                yield _reader(item.directory / file, start, data[start : start + PIECE])
         else:
             yield _copier(item, leaf, file, inside, part)
 

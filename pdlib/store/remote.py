@@ -39,7 +39,7 @@ def bring(item: StoredItem, leaves: Iterable[StoredLeaf]) -> None:
     """
     if item.origin is None:
         return
-    from pdlib.store.mapped import run_parallel
+    from pdlib.store.memory import run_parallel
 
     wanted = item.files if item.layout == "ocdbt" else {file for leaf in leaves for file, _ in leaf.files()}
     absent = [file for file in sorted(wanted) if not (item.directory / file).exists()]

@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from pdlib.errors import UnstorableLeaf
 from pdlib.items.binding import describe, is_key
+from pdlib.store.memory import copies
 from pdlib.store.stored import StoredLeaf, chunk_file
 from pdlib.tree import Keys, flatten, show
 
@@ -44,15 +45,14 @@ def refuse_tracers(items: Mapping[str, Any]) -> None:
                 raise UnstorableLeaf(f"{item}:{show(keys)} is traced; call save outside jit, on what it returned")
 
 
-def snapshot(item: str, keys: Keys, name: str, leaf: Any, *, own: bool) -> Snapshot:
-    """Take one leaf.
+def snapshot(item: str, keys: Keys, name: str, leaf: Any) -> Snapshot:
+    """Look at one leaf: its files are views of its own memory wherever it lies on the host; see `owned`.
 
     Args:
         item: for error messages.
         keys: where the leaf is.
         name: its stored name.
         leaf: an array of JAX or NumPy, a typed PRNG key array, or a Python number.
-        own: copy the bytes, so that the leaf may be donated or edited at once.
 
     Raises:
         UnstorableLeaf: the leaf has no bit-exact form on disk.
@@ -74,9 +74,15 @@ def snapshot(item: str, keys: Keys, name: str, leaf: Any, *, own: bool) -> Snaps
             f"{item}:{show(keys)} has dtype {dtype}, which has no bit-exact form on disk; convert it first"
         )
     chunks, parts = _parts(leaf)
-    files = [(chunk_file(name, place), _bytes_of(part, own=own)) for place, part in parts]
+    files = [(chunk_file(name, place), _bytes_of(part)) for place, part in parts]
     record = StoredLeaf(keys, name, seen.shape, seen.dtype, tuple(leaf.shape), stored, chunks, python)
     return Snapshot(record, files)
+
+
+def owned(leaves: Sequence[Snapshot]) -> list[Snapshot]:
+    """The same leaves in memory of their own, so that what they were taken from may be donated or edited at once."""
+    fresh = iter(copies([data for _, files in leaves for _, data in files]))
+    return [Snapshot(leaf, [(file, next(fresh)) for file, _ in files]) for leaf, files in leaves]
 
 
 def _plain(item: str, keys: Keys, leaf: Any) -> np.ndarray:
@@ -111,6 +117,5 @@ def _is_grid(leaf: jax.Array, shape: Sequence[int]) -> bool:
     return all((s.start or 0) % n == 0 for d in leaf.addressable_shards for s, n in zip(d.index, shape, strict=True))
 
 
-def _bytes_of(data: Any, *, own: bool) -> np.ndarray:
-    array = np.array(data, order="C") if own else np.ascontiguousarray(data)
-    return array.reshape(-1).view(np.uint8)
+def _bytes_of(data: Any) -> np.ndarray:
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint8)

@@ -13,7 +13,7 @@ import numpy as np
 from pdlib.errors import CorruptItem
 from pdlib.store.assemble import Assembly, read_assembly, read_whole
 from pdlib.store.files import holds
-from pdlib.store.mapped import aligned_empty, as_bytes, run_parallel
+from pdlib.store.memory import aligned_empty, as_bytes, run_parallel
 from pdlib.store.orbax_format import zarray
 from pdlib.store.seal import Entries, write_entry
 from pdlib.store.stored import StoredLeaf, chunk_file

@@ -7,13 +7,13 @@
 
 from __future__ import annotations
 
-import platform
-import resource
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from harness import keep, machine, table
 
 REPEATS = 7
 
@@ -77,17 +77,20 @@ with pdlib.Manager({str(folder / "run" / "ckpts")!r}) as manager:
 
 def main() -> None:
     """Print the table."""
-    print(f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}, best of {REPEATS}")
-    print(f"{'':<22}{'seconds':>9}{'over python':>13}{'modules':>9}{'peak MB':>9}")
+    rows = [["", "seconds", "over python", "modules", "peak MB"]]
+    found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(Path(folder))
         plain = 0.0
         for name, arguments in COMMANDS.items():
             best, peak, modules, text = measure([str(run) if word == "RUN" else word for word in arguments])
             plain = plain or best
-            print(f"{name:<22}{best:>9.3f}{best - plain:>13.3f}{modules:>9}{peak:>9.0f}")
-    print(f"\neval_shape(init_decomposition) at the 8B layer-18 size, inside its process: {float(text):.3f} s")
-    print(f"this process peaked at {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")
+            rows.append([name, f"{best:.3f}", f"{best - plain:.3f}", str(modules), f"{peak:.0f}"])
+            found[name] = {"seconds": best, "modules": modules, "peak_mb": peak}
+    described = f"eval_shape(init_decomposition) at the 8B layer-18 size, inside its process: {float(text):.3f} s"
+    report = f"{machine()}\n\nbest of {REPEATS}\n\n{table(rows)}\n\n{described}"
+    print(report)
+    keep("import", {"report": report, **found})
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def main() -> None:
         copied = time.perf_counter() - start
         subprocess.run(["sync", "-f", str(home / "copy")], check=True)
         flushed = time.perf_counter() - start
-        print(f"{machine()}\n\nkept {kept / 1e9:.2f} GB, largest leaf {megabytes(largest)} MB, width {asked.width}\n")
+        text = f"{machine()}\n\nkept {kept / 1e9:.2f} GB, largest leaf {megabytes(largest)} MB, width {asked.width}\n\n"
         rows = [
             ["", "seconds", "GB/s", "× the speed of cp, flushed", "peak anonymous MB"],
             *(
@@ -84,9 +84,12 @@ def main() -> None:
                 )
             ),
         ]
-        print(table(rows))
-        print(f"\nallowed: two of the largest leaves and 300 MB, {megabytes(2 * largest + 300e6)} MB")
-        keep("migrate", {"kept_bytes": kept, "largest_leaf": largest, "pdlib": ours, "orbax": rival, "cp": flushed})
+        text += table(rows) + f"\n\nallowed: two of the largest leaves and 300 MB, {megabytes(2 * largest + 300e6)} MB"
+        print(text)
+        keep(
+            "migrate",
+            {"report": text, "kept_bytes": kept, "largest_leaf": largest, "pdlib": ours, "orbax": rival, "cp": flushed},
+        )
     finally:
         shutil.rmtree(home, ignore_errors=True)
 

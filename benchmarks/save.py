@@ -2,8 +2,8 @@
 
     uv run python benchmarks/save.py [--scale small | half | full]
 
-1.07, 4.3 or 10 GB of normal float32 numbers in leaves of 33 MB. Each contender writes the same arrays of JAX from memory
-to a fresh directory, in a process of its own, after a sync; `flushed` means that each file is fsynced, as pdlib does.
+1.07, 4.3 or 10 GB of normal float32 numbers in leaves of 33 MB. Each contender writes the same arrays of JAX from
+memory to a fresh directory, in a process of its own, after a sync; `flushed` means fsynced, as pdlib does.
 Without digests, pdlib's save is timed with its hash function replaced by none. The stall of a background save is the
 time until it returns; its rival is one copy of the same bytes by NumPy.
 """

@@ -55,10 +55,11 @@ def main() -> None:
         seconds["pdlib: strip"] = timed(lambda: apply_strip(plan[0], wait=False))
         seconds["giving the bytes back, in a process of its own"] = timed(lambda: wait(run / "ckpts"))
         whole = seconds["pdlib: plan"] + seconds["pdlib: strip"]
-        print(f"{machine()}\n\nkept {kept / 1e9:.2f} GB, freed {freed / 1e9:.2f} GB, scale {asked.scale}\n")
         rows = [["", "seconds", "times the plan and the strip"]]
-        print(table([*rows, *([name, f"{s:.4f}", f"{s / whole:,.1f}"] for name, s in seconds.items())]))
-        keep(f"strip_{asked.scale}", {"kept_bytes": kept, "freed_bytes": freed, **seconds})
+        text = f"{machine()}\n\nkept {kept / 1e9:.2f} GB, freed {freed / 1e9:.2f} GB, scale {asked.scale}\n\n"
+        text += table([*rows, *([name, f"{s:.4f}", f"{s / whole:,.1f}"] for name, s in seconds.items())])
+        print(text)
+        keep(f"strip_{asked.scale}", {"report": text, "kept_bytes": kept, "freed_bytes": freed, **seconds})
     finally:
         shutil.rmtree(home, ignore_errors=True)
 

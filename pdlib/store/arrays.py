@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pdlib.store.mapped import map_region
@@ -44,7 +43,7 @@ def make_array(item: StoredItem, leaf: StoredLeaf, sharding: Any, *, own: bool) 
 
     array = jax.make_array_from_callback(leaf.stored_shape, data_sharding, part)
     if own and _on_cpu(data_sharding):
-        array = jnp.copy(array)
+        array = jax.device_put(array, data_sharding, may_alias=False)
     if leaf.key_impl:
         array = jax.random.wrap_key_data(array, impl=leaf.key_impl)
     return jax.device_put(array, sharding) if array.sharding != target or sharding is not target else array

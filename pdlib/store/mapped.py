@@ -7,6 +7,7 @@ OCDBT leaves are read through TensorStore. All ways give equal bits.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -141,11 +142,17 @@ def _map(item: StoredItem, leaf: StoredLeaf, file: str) -> np.ndarray:
     dtype, shape = numpy_dtype(leaf.stored_dtype), leaf.chunks or ()
     want = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     try:
-        if path.stat().st_size != want:
-            raise TornStep(f"{path} has {path.stat().st_size} bytes, want {want}; open an earlier step")
-        return np.memmap(path, dtype=np.uint8, mode="r", shape=(want,)).view(dtype, np.ndarray).reshape(shape)
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            have = os.fstat(handle).st_size
+            if have != want:
+                raise TornStep(f"{path} has {have} bytes, want {want}; open an earlier step")
+            mapping = mmap.mmap(handle, want, access=mmap.ACCESS_READ)
+        finally:
+            os.close(handle)
     except OSError as error:
         raise TornStep(f"{path} cannot be read ({error.strerror}); open an earlier step") from error
+    return np.frombuffer(mapping, np.uint8).view(dtype).reshape(shape)
 
 
 def _view(leaf: StoredLeaf, array: np.ndarray) -> np.ndarray:

@@ -229,11 +229,12 @@ def file_sizes(directory: Path) -> dict[str, int]:
         found = place.fs.find(place.path, detail=True)
         return {name.removeprefix(place.path.rstrip("/") + "/"): info["size"] for name, info in found.items()}
     sizes: dict[str, int] = {}
-    for folder, _, names in os.walk(directory, followlinks=True):
+    before = len(os.path.join(directory, ""))  # noqa: PTH118
+    for folder, _, names in os.walk(os.fspath(directory), followlinks=True):
         for name in names:
             path = os.path.join(folder, name)  # noqa: PTH118 - of thousands of files, Path objects would take most of the time
             with contextlib.suppress(OSError):
-                sizes[os.path.relpath(path, directory)] = os.stat(path).st_size  # noqa: PTH116
+                sizes[path[before:]] = os.stat(path).st_size  # noqa: PTH116
     return sizes
 
 

@@ -886,13 +886,13 @@ def test_a_template_s_format_is_the_format_of_the_restored_array(tmp_path):
 def test_a_background_ocdbt_save_copies_each_leaf_once(tmp_path, monkeypatch):
     from pdlib.store import snapshot
 
-    copied: list[bool] = []
-    real = snapshot._bytes_of  # pyright: ignore
-    monkeypatch.setattr(snapshot, "_bytes_of", lambda data, *, own: copied.append(own) or real(data, own=own))
-    for layout, owned in (("raw", True), ("ocdbt", False)):
+    copied: list[int] = []
+    real = snapshot.copies
+    monkeypatch.setattr(snapshot, "copies", lambda arrays: copied.append(len(arrays)) or real(arrays))
+    for layout, leaves in (("raw", [2]), ("ocdbt", [])):
         with Manager(tmp_path / layout, registry=ANY, layout=layout) as manager:
             manager.save(0, {"anything": {"w": jnp.ones(3), "n": np.ones(2)}}, background=True)
-        assert copied == [owned, owned]
+        assert copied == leaves
         copied.clear()
 
 

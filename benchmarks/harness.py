@@ -132,7 +132,7 @@ def megabytes(nbytes: float) -> str:
 
 def keep(name: str, results: Mapping[str, Any]) -> Path:
     """Write results as JSON beside the benchmarks' other output, for `benchmarks/report.py` and for the curious."""
-    path = Path(__file__).parent / "out" / f"{name}.json"
+    path = Path(__file__).parent / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     plain = {key: asdict(value) if isinstance(value, Result) else value for key, value in results.items()}
     path.write_text(json.dumps({"machine": machine(), **plain}, indent=2) + "\n", "utf-8")
@@ -149,7 +149,7 @@ def bars(name: str, seconds: Mapping[str, float], title: str) -> Path:
     figure, axes = plt.subplots(figsize=(8, 0.35 * len(seconds) + 1), layout="constrained")
     axes.barh(list(seconds)[::-1], list(seconds.values())[::-1], color="#4878a8")
     axes.set(xscale="log", xlabel="seconds", title=title)
-    path = Path(__file__).parent / "out" / f"{name}.png"
+    path = Path(__file__).parent / "results" / f"{name}.png"
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=120)
     return path

@@ -111,11 +111,15 @@ def read(path, sharding=None):
     ck = ocp.PyTreeCheckpointer()
     meta = ck.metadata(path).item_metadata.tree
     host = ocp.RestoreArgs(restore_type=np.ndarray)
-    make = lambda _: host if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding)
+    make = lambda x: host if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding(x.shape))
     leaf = lambda x: hasattr(x, "shape")
     return jax.block_until_ready(ck.restore(path, restore_args=jax.tree.map(make, meta, is_leaf=leaf)))
 """
-ONE_DEVICE = "s = jax.sharding.SingleDeviceSharding(jax.devices()[0])\n"
+ONE_DEVICE = "s = lambda shape: jax.sharding.SingleDeviceSharding(jax.devices()[0])\n"
+# as pdlib's contract has it: components over the devices, all else whole on each
+BY_COMPONENT = """
+s = lambda shape: jax.NamedSharding(mesh, jax.P(*("fsdp" if n == 24576 // SCALE else None for n in shape)))
+"""
 RAW = """
 import os, mmap, numpy as np
 from concurrent.futures import ThreadPoolExecutor
@@ -171,7 +175,7 @@ def contenders(home: Path, *, whole: bool, tenfold: bool) -> dict[str, tuple[str
             home / "orbax_product",
         ),
         "orbax: onto 4 devices": (
-            ORBAX + mesh + "s = jax.NamedSharding(mesh, jax.P())",
+            scale + ORBAX + mesh + BY_COMPONENT,
             f"x = read({str(home / 'orbax_product')!r}, s)",
             4,
             home / "orbax_product",

@@ -20,6 +20,30 @@ def cosine(peak: float, steps: int, *, final_fraction: float) -> Schedule:
     return at
 
 
+def constant(value: float) -> Schedule:
+    """The same value at every step."""
+    return lambda _: value
+
+
+def warm_up(peak: float, steps: int, *, fraction: float) -> Schedule:
+    """From 0 at step 0 linearly to `peak` over the first `fraction` of the run; constant after."""
+    length = fraction * steps
+
+    def at(step: Any) -> Any:
+        return peak * jnp.minimum(1.0, step / length) if length > 0 else jnp.float32(peak)
+
+    return at
+
+
+def anneal(start: float, final: float, steps: int) -> Schedule:
+    """From `start` at step 0 linearly to `final` at step `steps − 1`; constant after."""
+
+    def at(step: Any) -> Any:
+        return start + (final - start) * jnp.clip(step / max(steps - 1, 1), 0, 1)
+
+    return at
+
+
 def ramp(final: float, steps: int, *, fraction: float) -> Schedule:
     """From 0 linearly to `final` over the first `fraction` of the run; constant after, or from the start if 0."""
     length = fraction * steps

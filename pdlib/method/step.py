@@ -14,7 +14,7 @@ from pdlib.items.state import Decomposition, Factors, TrainingItem, TrainState, 
 from pdlib.method import losses
 from pdlib.method.importance import ImportanceFn, lower_squash, upper_squash
 from pdlib.method.masks import SiteMask, stochastic_mask
-from pdlib.method.schedule import Schedule
+from pdlib.method.schedule import Schedule, constant
 
 Metrics = dict[str, Array]
 
@@ -90,8 +90,11 @@ def total_loss(
     terms = {
         "faithfulness": losses.faithfulness(model.weights, decomposition.components),
         "minimality": losses.minimality(
-            {site: upper_squash(x) for site, x in logits.items()}, power=coefficients.minimality_power
-        ),
+            {site: upper_squash(x) for site, x in logits.items()},
+            step,
+            penalty=losses.power_penalty(constant(coefficients.minimality_power)),
+            reference=1.0,
+        ).activity,
         "stochastic": reconstruct("stochastic", list(lower)),
         "stochastic_layerwise": jnp.mean(jnp.stack(alone)),
     }

@@ -285,19 +285,19 @@ def main() -> None:
     home = Path(tempfile.mkdtemp(dir=asked.home))
     try:
         write(home, scale, whole=whole, tenfold=tenfold)
+        item = home / "one" / "ckpts" / "1" / "decomposition"
+        product = sum(p.stat().st_size for p in item.rglob("*") if p.is_file())
         found: dict[str, tuple[Result, Result]] = {}
         os.sync()  # what was written is not written back while others are timed
         for _ in range(asked.repeats):  # in turns, so that a noisy minute is nobody's alone; cold first, which warms
             for name, (prepare, work, devices, reads) in contenders(home, whole=whole, tenfold=tenfold).items():
                 huge = HUGE_PAGES if "huge pages" in name else {}
-                cold = measure(prepare, work, devices=devices, cold=[reads], repeats=1, environment=huge)
-                warm = measure(prepare, work, devices=devices, repeats=1, environment=huge)
+                shared = {"devices": devices, "repeats": 1, "environment": huge, "memory": 2 * product}
+                cold = measure(prepare, work, cold=[reads], **shared)
+                warm = measure(prepare, work, **shared)
                 before = found.get(name, (warm, cold))
                 found[name] = (faster(before[0], warm), faster(before[1], cold))
                 print(f"{name}: {warm.seconds:.4f} s warm, {cold.seconds:.4f} s cold", file=sys.stderr)
-        product = sum(
-            p.stat().st_size for p in (home / "one" / "ckpts" / "1" / "decomposition").rglob("*") if p.is_file()
-        )
         text = report(found, asked.scale, product)
         if not whole:
             text += "\n\nThe whole state is larger than this machine's memory: its contenders were left out."

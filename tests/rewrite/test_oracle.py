@@ -58,6 +58,13 @@ def test_compiled_masks_of_one_and_unrouted_positions_are_the_frozen_forward_to_
     assert_frozen(name, compiled=True)
 
 
+@pytest.mark.deep
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"one_in_and_one_out"}))
+def test_nearly_every_compiled_model_is_the_frozen_one_to_the_bit(name):
+    """The one left out multiplies by a weight of 1 × 1, which XLA fuses with its bias in the frozen program alone."""
+    assert_frozen(name, compiled=True)
+
+
 def test_a_zero_keeps_its_sign():
     table = jnp.array([[-0.0, 0.0], [1.0, -0.0]])
     plan = pdlib.Target(lambda p, ids, x: (p["m"]["table"][ids], x @ p["m"]["one"]), _signs(table)).plan(_ids())

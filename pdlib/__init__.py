@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pdlib.items.state import init_decomposition as init_decomposition
     from pdlib.store.checkpoint import Manager as Manager
     from pdlib.targets.target import Target as Target
+    from pdlib.targets.task import Task as Task
 
 _HOMES = {
     "Decomposition": "pdlib.items.state",
@@ -37,6 +38,7 @@ _HOMES = {
     "Registry": "pdlib.items.registry",
     "Site": "pdlib.items.state",
     "Target": "pdlib.targets.target",
+    "Task": "pdlib.targets.task",
     "TrainState": "pdlib.items.state",
     "TrainingItem": "pdlib.items.state",
     "init_decomposition": "pdlib.items.state",
@@ -54,6 +56,7 @@ __all__ = [
     "Registry",
     "Site",
     "Target",
+    "Task",
     "TrainState",
     "TrainingItem",
     "init_decomposition",

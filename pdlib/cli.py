@@ -67,8 +67,11 @@ def train(
         )
         raise typer.Exit(STOPPED)
     typer.echo(f"complete at step {outcome.step}: {run}")
-    console.print(_table(outcome.results))
-    typer.echo(f"figure: {run / 'figures' / 'ci_permuted.png'}")
+    if outcome.results:
+        console.print(_table(outcome.results))
+    figure = run / "figures" / "ci_permuted.png"
+    if figure.exists():
+        typer.echo(f"figure: {figure}")
 
 
 @app.command()
@@ -280,9 +283,11 @@ def _table(results: dict[str, Any]) -> Any:
     from rich.table import Table
 
     table = Table("measure", "value", title="what the decomposition found")
-    table.add_row("features recovered", f"{results['features_recovered']} of {results['features']}")
-    table.add_row("MMCS", f"{results['mmcs']:.4f}")
-    table.add_row("ML2R", f"{results['ml2r']:.4f}")
-    for site, error in results["identity_error"].items():
-        table.add_row(f"identity error, {site}", str(error))
+    if "mmcs" in results:
+        table.add_row("features recovered", f"{results['features_recovered']} of {results['features']}")
+        table.add_row("MMCS", f"{results['mmcs']:.4f}")
+        table.add_row("ML2R", f"{results['ml2r']:.4f}")
+    for kind in ("identity", "dense"):
+        for sites, error in results.get(f"{kind}_error", {}).items():
+            table.add_row(f"{kind} error, {sites}", str(error))
     return table

@@ -10,7 +10,7 @@ import jaxtyping
 import pytest
 
 from pdlib.method import losses
-from pdlib.targets import tms
+from pdlib.method.initialise import spread_factors
 
 
 def test_runtime_shape_checks_fire():
@@ -20,7 +20,7 @@ def test_runtime_shape_checks_fire():
     with pytest.raises(jaxtyping.TypeCheckError):
         losses.mean_squared_error(jnp.ones((5, 4)), jnp.ones((5, 4), jnp.int32))
     with pytest.raises(jaxtyping.TypeCheckError):
-        tms.sample(jax.random.key(0), "64", tms.Shape(5, 2, 0.5))
+        spread_factors(jax.random.key(0), jnp.ones((5, 4, 3)), 8)
 
 
 def test_rank_promotion_raises():

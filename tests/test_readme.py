@@ -16,7 +16,7 @@ import pytest
 
 import pdlib
 from pdlib.run.loop import train
-from pdlib.run.spec import load_run_spec
+from pdlib.run.spec import load_run_spec, parse_run_spec
 from tests.data.freeze import CORPUS
 from tests.run.test_run import SMALL, Silent
 
@@ -92,6 +92,14 @@ def test_the_directory_that_is_shown_is_the_one_that_is_written(home):
     assert {p.name for p in run.iterdir() if not p.name.startswith(".")} == top | {"ckpts"}
     assert {"pdlib.json", "manifest.json", "components.linear1.V"} <= named & {p.name for p in item.iterdir()}
     assert (item / "components.linear1.V" / "0.0").stat().st_size == 5 * 6 * 4
+
+
+def test_the_specification_that_is_shown_is_one():
+    (shown,) = [text for kind, text in BLOCKS if kind == "toml"]
+    spec = parse_run_spec({"name": "shown", **tomllib.loads(shown)}, source="README.md")
+    assert [term.kind for term in spec.terms.values()] == ["faithfulness", "minimality", "reconstruction"]
+    runs = {path.stem for path in (ROOT / "specs" / "runs").glob("*.toml")}
+    assert {load_run_spec(name).name for name in runs} == runs
 
 
 def test_the_commands_of_the_readme_are_those_of_ci():

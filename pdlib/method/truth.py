@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -63,6 +63,14 @@ def identity_error(ci: Float[np.ndarray, "features C"], *, tolerance: float = 0.
     return int(wrong.sum())
 
 
-def probe(features: int, *, value: float = 0.75) -> Any:
-    """One active feature at a time: `value · eye(features)`."""
-    return value * np.eye(features, dtype=np.float32)
+def dense_error(ci: Float[np.ndarray, "features C"], size: int, *, tolerance: float = 0.1) -> int:
+    """How far importance is from a dense block of `size` components, those of the most mass.
+
+    Counts the components of the block that reach `1 − tolerance` on no feature, those that are not there at all, and
+    the entries above the tolerance outside the block.
+    """
+    values = np.asarray(ci, np.float64)
+    values = values[:, np.argsort(-values.sum(0), kind="stable")]
+    peaks = values[:, :size].max(0, initial=0.0)
+    missing = size - int((peaks >= 1 - tolerance).sum())
+    return missing + int((values[:, size:] > tolerance).sum())

@@ -31,7 +31,9 @@ def pin_spec(run: Path, spec: RunSpec) -> None:
         return
     pinned, given = flat(load_run_spec(path)), flat(spec)
     differing = [
-        f"  {key}: {pinned.get(key)!r} in the run, {given[key]!r} now" for key in given if pinned.get(key) != given[key]
+        f"  {key}: {pinned.get(key)!r} in the run, {given.get(key)!r} now"
+        for key in dict.fromkeys([*given, *pinned])
+        if pinned.get(key) != given.get(key)
     ]
     if differing:
         lines = "\n".join(differing)

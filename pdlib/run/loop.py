@@ -6,7 +6,7 @@ import json
 import math
 import signal
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +18,16 @@ import jax.numpy as jnp
 from pdlib.errors import Diverged
 from pdlib.items.contracts import default_registry
 from pdlib.items.state import Decomposition, TrainState
+from pdlib.run.build import task_of
 from pdlib.run.directory import load_target, pin_spec, save_target
 from pdlib.run.metrics import append_row
-from pdlib.run.problem import Problem, train_target
+from pdlib.run.problem import Problem, pretrain
 from pdlib.run.spec import RunSpec
 from pdlib.store.checkpoint import Manager
 from pdlib.store.decomposition import PRODUCT, restore_decomposition, restore_latest, save_state
 from pdlib.store.files import remove_leftovers
 from pdlib.store.lock import locked
 from pdlib.store.retention import KeepAll, KeepNewest, Retention
-from pdlib.targets import tms
-from pdlib.targets.target import Target
 
 
 class Reporter(Protocol):
@@ -56,7 +55,14 @@ class Outcome:
     results: dict[str, Any] | None
 
 
-def train(spec: RunSpec, run: Path, reporter: Reporter, *, stop_after: int | None = None) -> Outcome:
+def train(
+    spec: RunSpec,
+    run: Path,
+    reporter: Reporter,
+    *,
+    stop_after: int | None = None,
+    devices: Sequence[Any] | None = None,
+) -> Outcome:
     """Start a run, or continue it from its newest step that holds both items; bit for bit as if never interrupted.
 
     Args:
@@ -64,6 +70,7 @@ def train(spec: RunSpec, run: Path, reporter: Reporter, *, stop_after: int | Non
         run: its directory.
         reporter: told of progress.
         stop_after: stop at this step with both items saved, as a signal would.
+        devices: to train on; all when None.
 
     Raises:
         RunConflict: the directory belongs to another specification, target or process.
@@ -72,7 +79,7 @@ def train(spec: RunSpec, run: Path, reporter: Reporter, *, stop_after: int | Non
     """
     with locked(run, hint="wait for it, or pass another --out"), _signals() as stop:
         pin_spec(run, spec)
-        problem = Problem(spec, _target(spec, run, reporter))
+        problem = Problem(spec, task_of(spec), _target(spec, run, reporter), devices)
         keep = Retention(product=KeepAll(), process=KeepNewest(spec.saving.keep_processes))
         remove_leftovers(run / "ckpts")
         with Manager(run / "ckpts", registry=default_registry(), retention=keep) as manager:
@@ -88,19 +95,19 @@ def train(spec: RunSpec, run: Path, reporter: Reporter, *, stop_after: int | Non
         return Outcome(run, step, spec.training.steps, results)
 
 
-def _target(spec: RunSpec, run: Path, reporter: Reporter) -> Target:
+def _target(spec: RunSpec, run: Path, reporter: Reporter) -> Any:
+    """The parameters of the target as the run keeps them, made first if it is new."""
     if load_target(run) is None:
-        reporter.say(f"pre-training the target for {spec.target.pretrain_steps} steps")
-        save_target(run, train_target(spec).params)
+        reporter.say("pre-training the target")
+        save_target(run, pretrain(spec))
     found = load_target(run)
     assert found is not None
-    network = tms.network(tms.Shape(spec.target.features, spec.target.hidden, spec.target.feature_probability))
-    return Target(network.apply, jax.tree.map(jnp.asarray, found[0]))
+    return jax.tree.map(jnp.asarray, found[0])
 
 
 def _start(problem: Problem, manager: Manager, reporter: Reporter) -> tuple[int, TrainState]:
     if manager.steps():
-        step, state = restore_latest(manager, problem.abstract_state())
+        step, state = restore_latest(manager, problem.abstract_state(), mesh=problem.mesh)
         reporter.say(f"resuming {manager.directory.parent} at step {step}")
         return step, state
     reporter.say(f"starting {manager.directory.parent}")
@@ -118,12 +125,12 @@ def _advance(
     reporter: Reporter,
     stop: threading.Event,
 ) -> int:
-    saving, loop, step = problem.spec.saving, problem.loop(), int(state.training.step)
+    saving, loop, step = problem.spec.saving, problem.loop, int(state.training.step)
     marks = (saving.product_every, saving.metrics_every)
     last = step >= horizon or stop.is_set()
     while not last:
         reached = min([horizon, *(step + every - step % every for every in marks)])
-        state, metrics = loop(state, reached - step)
+        state, metrics = loop(state, problem.placed_params, reached - step)
         step = reached
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         _check_finite(step, values)
@@ -142,7 +149,7 @@ def _check_finite(step: int, values: Mapping[str, float]) -> None:
         terms = [name for name in bad if name != "total"] or bad
         raise Diverged(
             f"at step {step} these are not finite: {', '.join(terms)}\n"
-            "The last good checkpoint is kept; lower training.learning_rate in a new run."
+            "The last good checkpoint is kept; lower optimizers.components.learning_rate, or ci_fn's, in a new run."
         )
 
 
@@ -150,7 +157,9 @@ def _conclude(problem: Problem, product: Decomposition, run: Path) -> dict[str, 
     from pdlib.consumers.plots import permuted_importance
 
     results = problem.results(product)
-    permuted_importance(problem.importance_on_probe(product), run / "figures" / "ci_permuted.png")
+    importance = problem.importance_on_probe(product)
+    if importance:
+        permuted_importance(importance, run / "figures" / "ci_permuted.png")
     partial = run / "results.json.partial"
     partial.write_text(json.dumps(results, indent=2) + "\n", "utf-8")
     partial.replace(run / "results.json")

@@ -1,151 +1,250 @@
-"""Turns a run's specification into the functions and arrays of the method; touches no file."""
+"""A specification made concrete around a trained target, on a mesh of devices; touches no file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pdlib.items.state import Decomposition, Factors, Site, TrainState, init_decomposition, named_key
-from pdlib.method import schedule
-from pdlib.method.importance import ImportanceFn, lower_squash, per_component_mlp
-from pdlib.method.initialise import spread_factors
-from pdlib.method.step import Coefficients, Model, Optimizers, init_state, make_loop, make_step, warm_up
-from pdlib.method.truth import identity_error, probe, recovery
-from pdlib.rewrite.masks import SiteMask
-from pdlib.rewrite.plan import Plan
+from pdlib.errors import RunSpecError
+from pdlib.items.contracts import default_registry
+from pdlib.items.state import Decomposition, Site, TrainState, init_decomposition, named_key
+from pdlib.method.importance import ImportanceFn, lower_squash
+from pdlib.method.initialise import can_spread, spread_factors
+from pdlib.method.model import Clean, Model, cast, decompose
+from pdlib.method.objective import Term
+from pdlib.method.optimizers import Optimizers
+from pdlib.method.step import init_adversaries, init_state, make_loop, make_step, warm_up
+from pdlib.method.truth import dense_error, identity_error, recovery
+from pdlib.run.build import counts_of, importance_of, optimizers_of, select_names, task_of, terms_of
 from pdlib.run.spec import RunSpec
-from pdlib.targets import tms
+from pdlib.store.decomposition import PROCESS, PRODUCT
 from pdlib.targets.target import Target
+from pdlib.targets.task import Task
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A specification made concrete around a trained target."""
+    """What a run computes with.
+
+    Attributes:
+        spec: the specification.
+        task: its target.
+        params: of the target, trained; or abstract, where nothing is to be computed.
+        devices: that the batch, and C of each site, are split over; all when None.
+    """
 
     spec: RunSpec
-    target: Target
+    task: Task
+    params: Any
+    devices: Sequence[Any] | None = None
 
     @property
     def key(self) -> jax.Array:
         """The root of everything random in the run."""
         return jax.random.key(self.spec.seed)
 
-    def plan(self, batch: int) -> Plan:
-        """The target, traced for batches of this size."""
-        return self.target.plan(jax.ShapeDtypeStruct((batch, self.spec.target.features), jnp.float32))
+    @cached_property
+    def mesh(self) -> Mesh:
+        """`data`, over which a batch is split, by `fsdp`, over which C is.
+
+        Raises:
+            RunSpecError: the sizes do not divide.
+        """
+        devices = np.array(jax.devices() if self.devices is None else self.devices)
+        training, count = self.spec.training, len(devices)
+        if count % training.fsdp:
+            raise RunSpecError(f"training.fsdp: {training.fsdp} does not divide the {count} devices; change it")
+        rows = count // training.fsdp
+        if training.batch % rows:
+            raise RunSpecError(
+                f"training.batch: {training.batch} is not split evenly over {rows} of the {count} devices; change it, "
+                "or training.fsdp"
+            )
+        for site, C in self.counts.items():
+            if C % training.fsdp:
+                raise RunSpecError(f"decomposition: C = {C} of {site} is not split evenly by training.fsdp; change one")
+        return Mesh(devices.reshape(rows, training.fsdp), ("data", "fsdp"))
 
     @cached_property
-    def weights(self) -> dict[str, jax.Array]:
-        """`W[d_in, d_out]` of each site."""
-        matrices = self.plan(1).matrices(self.target.params)
-        return {site: matrices[name] for site, name in tms.SITES.items()}
+    def names(self) -> tuple[str, ...]:
+        """The decomposed sites, in the order of the model."""
+        return select_names(self.spec.decomposition.sites, list(self.task.sites), what="site of decomposition.sites")
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """C of each site."""
+        return counts_of(self.spec.decomposition, self.names)
 
     @property
+    def dtype(self) -> Any:
+        """What forwards run in."""
+        return jnp.dtype(self.spec.training.compute_dtype)
+
+    @cached_property
+    def shapes(self) -> dict[str, Site]:
+        """Shape and C of each site."""
+        weights = jax.eval_shape(self.model.weights, self.params)
+        shapes = {name: weights[name].shape for name in self.names}
+        return {name: Site(d_in, d_out, self.counts[name]) for name, (d_in, d_out) in shapes.items()}
+
+    @cached_property
+    def model(self) -> Model:
+        """The target, traced for batches of the run."""
+        return self.model_for(jax.eval_shape(self.sample, self.key))
+
+    def model_for(self, batch: Any) -> Model:
+        """The target, traced for batches of these shapes, in the dtype that forwards run in."""
+        frozen = jax.eval_shape(lambda p: cast(p, self.dtype), self.params)
+        plan = Target(self.task.apply, frozen).plan(batch)
+        sites = {name: self.task.sites[name] for name in self.names}
+        return decompose(plan, sites, self.task.loss, taps=self._named_taps)
+
+    def sample(self, key: Any) -> Any:
+        """A batch of the run, in the dtype that forwards run in."""
+        return cast(self.task.sample(key, self.spec.training.batch), self.dtype)
+
+    @cached_property
+    def clean(self) -> Clean:
+        """The shapes of a clean forward."""
+        frozen = jax.eval_shape(lambda p: cast(p, self.dtype), self.params)
+        return jax.eval_shape(self.model.clean, frozen, jax.eval_shape(self.sample, self.key))
+
+    @cached_property
     def importance(self) -> ImportanceFn:
         """The importance function."""
-        return per_component_mlp(self.spec.decomposition.importance_hidden)
+        widths = {name: x.shape[-1] for name, x in self.clean.taps.items() if name not in self.names}
+        return importance_of(self.spec.importance, self.names, widths)
 
-    @property
+    @cached_property
+    def terms(self) -> dict[str, Term]:
+        """The objective."""
+        return terms_of(self.spec, self.names)
+
+    @cached_property
     def optimizers(self) -> Optimizers:
-        """AdamW without decay for each half, on one cosine schedule."""
-        training = self.spec.training
-        rate = schedule.cosine(training.learning_rate, training.steps, final_fraction=training.final_fraction)
-        return Optimizers(optax.adamw(rate, weight_decay=0.0), optax.adamw(rate, weight_decay=0.0))
+        """Of V and U, and of the importance function."""
+        return optimizers_of(self.spec)
 
-    def loop(self) -> Any:
-        """`(state, count) → (state, metrics)`; see `pdlib.method.step.make_loop`."""
-        losses, training = self.spec.losses, self.spec.training
-        coefficients = Coefficients(
-            losses.faithfulness,
-            schedule.ramp(losses.minimality, training.steps, fraction=losses.minimality_ramp),
-            losses.minimality_power,
-            losses.stochastic,
-            losses.stochastic_layerwise,
-        )
-        params, plan = self.target.params, self.plan(training.batch)
+    @cached_property
+    def placed_params(self) -> Any:
+        """The target's parameters on every device."""
+        return jax.device_put(self.params, NamedSharding(self.mesh, PartitionSpec()))
 
-        def masked(components: Mapping[str, Factors], masks: Mapping[str, SiteMask], x: Any) -> jax.Array:
-            factors = {tms.SITES[site]: value for site, value in components.items()}
-            return plan.masked(params, factors, {tms.SITES[site]: mask for site, mask in masks.items()}, x)
+    @cached_property
+    def loop(self) -> Callable[[TrainState, Any, Any], Any]:
+        """`(state, params, count) → (state, metrics)`; see `pdlib.method.step.make_loop`."""
+        over_data = NamedSharding(self.mesh, PartitionSpec("data"))
+        shardings = self.shardings(self.abstract_state())
 
-        model = Model(
-            clean=lambda x: _clean(plan, params, x),
-            masked=masked,
-            weights=self.weights,
-            sample=lambda key: tms.sample(key, training.batch, shape_of(self.spec)),
-        )
+        def sample(key: Any) -> Any:
+            return jax.lax.with_sharding_constraint(self.sample(key), over_data)
+
         key = named_key(self.key, "train")
-        return make_loop(make_step(model, self.importance, coefficients, self.optimizers, key))
+        step = make_step(
+            self.model, self.importance, self.terms, self.optimizers, sample, key, compute_dtype=self.dtype
+        )
+
+        def placed(state: TrainState, params: Any) -> Any:
+            state, metrics = step(state, params)
+            return jax.lax.with_sharding_constraint(state, shardings), metrics
+
+        return make_loop(placed)
 
     def initial_product(self) -> Decomposition:
-        """The product before step 0: drawn, and warmed up for faithfulness."""
-        spec = self.spec.decomposition
-        sites = {site: Site(W.shape[0], W.shape[1], spec.C) for site, W in self.weights.items()}
-        product = init_decomposition(named_key(self.key, "init"), sites, self.importance.init)
-        if spec.init == "spread":
-            keys = {site: named_key(self.key, f"spread/{site}") for site in sites}
-            product = product._replace(
-                components={s: spread_factors(keys[s], W, spec.C) for s, W in self.weights.items()}
-            )
-        training = self.spec.training
-        warmed = warm_up(
-            product.components, self.weights, steps=training.warmup_steps, learning_rate=training.warmup_learning_rate
-        )
-        return product._replace(components=warmed)
+        """The product before step 0: drawn or spread, and warmed up for faithfulness; on the mesh."""
+        abstract = jax.eval_shape(self._product, self.params)
+        place = self._shardings(PRODUCT, abstract)
+        return jax.jit(self._product, out_shardings=place)(self.placed_params)
 
     def initial_state(self, product: Decomposition) -> TrainState:
-        """The state before step 0 around a product."""
-        return init_state(product, self.optimizers)
+        """The state before step 0 around a product; on the mesh."""
+        place = self.shardings(jax.eval_shape(self._state, product))
+        state = jax.jit(self._state, out_shardings=place)(product)
+        return jax.tree.map(lambda x: x.copy(), state)  # no two leaves in one buffer: the loop donates them
 
     def abstract_state(self) -> TrainState:
         """The abstract twin of the state: what a restore asks for."""
-        return jax.eval_shape(lambda: self.initial_state(self.initial_product()))
+        return jax.eval_shape(lambda p: self._state(self._product(p)), self.params)
+
+    def shardings(self, state: TrainState) -> TrainState:
+        """Where each leaf of a state lies, by the contracts."""
+        return TrainState(
+            self._shardings(PRODUCT, state.decomposition),
+            self._shardings(PROCESS, state.training),
+        )
 
     def importance_on_probe(self, product: Decomposition) -> dict[str, Any]:
-        """Lower importance `[features, C]` of each site on one active feature at a time."""
-        features = jnp.asarray(probe(self.spec.target.features))
-        _, inputs = _clean(self.plan(len(features)), self.target.params, features)
-        logits = self.importance.apply(product.ci_fn, product.components, inputs)
-        return {site: jax.device_get(lower_squash(x)) for site, x in logits.items()}
+        """Lower importance `[features, C]` of each site on one active feature at a time; nothing without a probe."""
+        if self.task.probe is None:
+            return {}
+        probe = jnp.asarray(self.task.probe)
+        model = self.model_for(cast(probe, self.dtype))
+
+        def compute(params: Any, product: Decomposition) -> dict[str, Any]:
+            clean = model.clean(cast(params, self.dtype), cast(probe, self.dtype))
+            logits = self.importance.apply(product.ci_fn, product.components, cast(clean.taps, jnp.float32))
+            return {site: lower_squash(x) for site, x in logits.items()}
+
+        return jax.device_get(jax.jit(compute)(self.params, product))
 
     def results(self, product: Decomposition) -> dict[str, Any]:
-        """What was found of what is known: recovery of linear1's features, identity error of each site."""
-        W = jax.device_get(self.weights["linear1"])
-        found = recovery(W, jax.device_get(product.components["linear1"]))
+        """What was found of what is known of the target: recovery of features, identity and dense errors."""
+        found: dict[str, Any] = {}
+        site = self.task.recover
+        if site in self.names:
+            W = jax.device_get(self.model.weights(self.params)[site])
+            measured = recovery(W, jax.device_get(product.components[site]))
+            found |= {"features": len(W), "features_recovered": measured.recovered}
+            found |= {"mmcs": measured.mmcs, "ml2r": measured.ml2r}
         ci = self.importance_on_probe(product)
-        return {
-            "features": self.spec.target.features,
-            "features_recovered": found.recovered,
-            "mmcs": found.mmcs,
-            "ml2r": found.ml2r,
-            "identity_error": {site: identity_error(x) for site, x in ci.items()},
-        }
+        for sites, (truth, size) in self.task.truth.items():
+            if set(sites) <= set(self.names):
+                joined = np.concatenate([ci[name] for name in sites], axis=1)
+                error = identity_error(joined) if truth == "identity" else dense_error(joined, size)
+                found.setdefault(f"{truth}_error", {})["+".join(sites)] = error
+        return found
+
+    @property
+    def _named_taps(self) -> tuple[str, ...]:
+        chunks = getattr(self.spec.importance, "chunks", ())
+        globs = [glob for chunk in chunks for glob in chunk.taps]
+        return tuple(glob for glob in globs if glob not in self.task.sites)
+
+    def _product(self, params: Any) -> Decomposition:
+        weights, table = self.model.weights(params), self.spec.decomposition
+        product = init_decomposition(named_key(self.key, "init"), self.shapes, self.importance.init)
+        if table.init == "spread":
+            for name, site in self.shapes.items():
+                if not can_spread(site):
+                    raise RunSpecError(
+                        f"decomposition.init: 'spread' needs C of at least {min(site.d_in, site.d_out)} at {name}, "
+                        f"which has {site.C}; change it, or decomposition.C"
+                    )
+            spread = {
+                name: spread_factors(named_key(self.key, f"spread/{name}"), weights[name], site.C)
+                for name, site in self.shapes.items()
+            }
+            product = product._replace(components=spread)
+        how = self.spec.warm_up
+        components = warm_up(product.components, weights, steps=how.steps, learning_rate=how.learning_rate)
+        return product._replace(components=components)
+
+    def _state(self, product: Decomposition) -> TrainState:
+        positions = {name: self.clean.taps[name].shape[:-1] for name in self.names}
+        adversaries = init_adversaries(self.terms, self.key, positions, self.counts)
+        return init_state(product, self.optimizers, adversaries)
+
+    def _shardings(self, item: str, tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.sharding, default_registry().abstract(item, tree, self.mesh))
 
 
-def _clean(plan: Plan, params: Any, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The frozen forward, and each site's input."""
-    out, taps = plan.clean(params, x, taps=list(tms.SITES.values()))
-    return out, {site: taps[name].input for site, name in tms.SITES.items()}
-
-
-def shape_of(spec: RunSpec) -> tms.Shape:
-    """The target's shape."""
-    return tms.Shape(spec.target.features, spec.target.hidden, spec.target.feature_probability)
-
-
-def train_target(spec: RunSpec) -> Target:
-    """Train the target that the specification and its seed determine."""
-    return tms.pretrain(
-        named_key(jax.random.key(spec.seed), "target"),
-        shape_of(spec),
-        steps=spec.target.pretrain_steps,
-        batch=spec.target.pretrain_batch,
-        learning_rate=spec.target.pretrain_learning_rate,
-        weight_decay=spec.target.pretrain_weight_decay,
-    )
+def pretrain(spec: RunSpec) -> Any:
+    """The parameters of the target that the specification and its seed determine."""
+    return task_of(spec).pretrain(named_key(jax.random.key(spec.seed), "target"))

@@ -1,90 +1,19 @@
-"""What a run is: parsed strictly from `specs/runs/*.toml` or a file of the user's; every default stands here, once."""
+"""What a run is, parsed strictly from `specs/runs/*.toml` or a file of the user's; knows no method."""
 
 from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+import tomli_w
+from pydantic import ValidationError
 
 from pdlib.errors import RunSpecError
 from pdlib.items.contracts import specs_dir
-
-
-class _Table(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class TargetSpec(_Table):
-    """The toy model of superposition to decompose, and how it is trained first."""
-
-    features: int = Field(ge=2)
-    hidden: int = Field(ge=1)
-    feature_probability: float = Field(gt=0, le=1)
-    pretrain_steps: int = Field(5_000, ge=1)
-    pretrain_batch: int = Field(1_024, ge=1)
-    pretrain_learning_rate: float = Field(5e-3, gt=0)
-    pretrain_weight_decay: float = Field(0.01, ge=0)
-
-
-class DecompositionSpec(_Table):
-    """The components of each site and the importance function."""
-
-    C: int = Field(ge=1)
-    importance_hidden: int = Field(16, ge=1)
-    init: Literal["normal", "spread"] = "normal"
-
-
-class LossSpec(_Table):
-    """The coefficient of each loss term; minimality has a power, and a ramp over a fraction of the run."""
-
-    faithfulness: float = Field(1.0, ge=0)
-    minimality: float = Field(gt=0)
-    minimality_power: float = Field(1.0, gt=0)
-    minimality_ramp: float = Field(0.0, ge=0, le=1)
-    stochastic: float = Field(1.0, ge=0)
-    stochastic_layerwise: float = Field(1.0, ge=0)
-
-
-class TrainingSpec(_Table):
-    """Steps, batch, and the learning rate of both optimizers: cosine to a fraction of its peak."""
-
-    steps: int = Field(ge=1)
-    batch: int = Field(ge=1)
-    learning_rate: float = Field(1e-3, gt=0)
-    final_fraction: float = Field(0.1, ge=0, le=1)
-    warmup_steps: int = Field(200, ge=0)
-    warmup_learning_rate: float = Field(0.01, gt=0)
-
-
-class SavingSpec(_Table):
-    """How often, in steps, each item is saved and metrics are written; how many processes are kept."""
-
-    product_every: int = Field(1_000, ge=1)
-    process_every: int = Field(2_000, ge=1)
-    keep_processes: int = Field(2, ge=1)
-    metrics_every: int = Field(200, ge=1)
-
-    @model_validator(mode="after")
-    def _aligned(self) -> Self:
-        if self.process_every % self.product_every:
-            raise ValueError("process_every must be a multiple of product_every: a process continues a product")
-        return self
-
-
-class RunSpec(_Table):
-    """One run; `seed` and the other values determine every number it computes."""
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    seed: int = Field(0, ge=0, lt=2**31)
-    target: TargetSpec
-    decomposition: DecompositionSpec
-    losses: LossSpec
-    training: TrainingSpec
-    saving: SavingSpec = Field(default_factory=lambda: SavingSpec.model_validate({}))
+from pdlib.run.tables import RunSpec, Table
 
 
 def load_run_spec(name_or_path: str | Path, *, overrides: Sequence[str] = ()) -> RunSpec:
@@ -112,7 +41,7 @@ def parse_run_spec(table: Mapping[str, Any], *, source: str) -> RunSpec:
     try:
         return RunSpec.model_validate(table)
     except ValidationError as error:
-        lines = [_explain(entry["loc"], entry["msg"], entry["type"]) for entry in error.errors()]
+        lines = [_explain(entry) for entry in error.errors()]
         body = "\n".join(f"  {line}" for line in lines)
         raise RunSpecError(
             f"{source}: {len(lines)} wrong\n{body}\nMend the file, or pass --set table.key=value."
@@ -126,12 +55,7 @@ def flat(spec: RunSpec) -> dict[str, Any]:
 
 def to_toml(spec: RunSpec) -> str:
     """A specification as TOML, every default written out; `load_run_spec` reads it back equal."""
-    table = spec.model_dump()
-    top = [f"{key} = {_value(value)}" for key, value in table.items() if not isinstance(value, dict)]
-    for key, value in table.items():
-        if isinstance(value, dict):
-            top += ["", f"[{key}]", *(f"{inner} = {_value(v)}" for inner, v in value.items())]
-    return "\n".join(top) + "\n"
+    return tomli_w.dumps(spec.model_dump(exclude_none=True))
 
 
 def _find(name_or_path: str | Path) -> Path:
@@ -164,17 +88,62 @@ def _override(table: dict[str, Any], text: str) -> None:
     table[last] = parsed
 
 
-def _explain(place: tuple[int | str, ...], message: str, kind: str) -> str:
-    key = ".".join(map(str, place))
+def _explain(entry: Mapping[str, Any]) -> str:
+    place, kind = entry["loc"], entry["type"]
+    steps = list(_walk(place))
+    key = ".".join(step.name for step in steps)
+    if kind == "union_tag_not_found":
+        known = [repr(_tag(table)) for table in _tables(steps[-1].value)]
+        return f"{key}.kind: missing; one of {', '.join(known)}"
+    if kind == "union_tag_invalid":
+        return f"{key}.kind: {entry['ctx']['tag']!r} is none of {entry['ctx']['expected_tags']}"
     if kind != "extra_forbidden":
-        return f"{key or 'the table'}: {message}"
-    model: Any = RunSpec
-    for name in place[:-1]:
-        model = model.model_fields[name].annotation
-    near = difflib.get_close_matches(str(place[-1]), model.model_fields, n=1)
-    return f"{key}: unknown key; " + (
-        f"did you mean {near[0]!r}?" if near else f"known: {', '.join(model.model_fields)}"
-    )
+        return f"{key or 'the file'}: {entry['msg'].removeprefix('Value error, ')}"
+    fields = steps[-1].table.model_fields
+    near = difflib.get_close_matches(str(place[-1]), fields, n=1)
+    return f"{key}: unknown key; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(fields)}")
+
+
+class _Step(NamedTuple):
+    name: str
+    table: type[Table]
+    value: Any  # the annotation of what stands there
+
+
+def _walk(place: Sequence[int | str]) -> Iterator[_Step]:
+    """Each key of an error's place with the table that it belongs to, without the tags that pydantic puts between."""
+    table: type[Table] = RunSpec
+    inside: Any = RunSpec
+    for name in map(str, place):
+        tagged = [kind for kind in _tables(inside) if _tag(kind) == name]
+        if tagged and len(_tables(inside)) > 1:
+            table = inside = tagged[0]
+            continue
+        if isinstance(inside, type) and issubclass(inside, Table):
+            field = inside.model_fields.get(name)
+            inside = None if field is None else field.annotation
+        else:  # a key of a mapping
+            inside = get_args(inside)[-1] if get_args(inside) else None
+        yield _Step(name, table, inside)
+        alone = _tables(inside)
+        if len(alone) == 1 and not _is_mapping(inside):
+            table = inside = alone[0]
+
+
+def _tables(annotation: Any) -> list[type[Table]]:
+    """The tables that an annotation is made of; a mapping's are those of its values, one key further down."""
+    if isinstance(annotation, type) and issubclass(annotation, Table):
+        return [annotation]
+    return [] if _is_mapping(annotation) else [table for one in get_args(annotation) for table in _tables(one)]
+
+
+def _is_mapping(annotation: Any) -> bool:
+    return getattr(annotation, "__origin__", None) is dict
+
+
+def _tag(table: type[Table]) -> str | None:
+    kind = table.model_fields.get("kind")
+    return get_args(kind.annotation)[0] if kind is not None else None
 
 
 def _flat(table: Mapping[str, Any], prefix: tuple[str, ...]) -> list[tuple[str, Any]]:
@@ -182,7 +151,3 @@ def _flat(table: Mapping[str, Any], prefix: tuple[str, ...]) -> list[tuple[str, 
     for key, value in table.items():
         rows += _flat(value, (*prefix, key)) if isinstance(value, dict) else [(".".join((*prefix, key)), value)]
     return rows
-
-
-def _value(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -13,13 +13,14 @@ from pdlib.errors import ContractError
 from pdlib.items.state import Factors, Site, named_key
 from pdlib.method import losses, schedule
 from pdlib.method.importance import lower_squash, per_component_mlp, upper_squash
-from pdlib.method.initialise import spread_factors
-from pdlib.method.masks import stochastic_mask
+from pdlib.method.initialise import can_spread, spread_factors
+from pdlib.method.masks import masked_by, uniform
 from pdlib.method.step import warm_up
-from pdlib.method.truth import identity_error, permute_to_identity, probe, recovery
+from pdlib.method.truth import dense_error, identity_error, permute_to_identity, recovery
 from pdlib.rewrite.masks import SiteMask
-from pdlib.targets import tms
+from pdlib.targets import resid_mlp, tms
 from pdlib.targets.target import Target
+from pdlib.targets.task import one_feature_each
 
 RANDOM = np.random.default_rng(0)
 
@@ -54,7 +55,7 @@ def test_with_all_masks_one_the_output_is_the_frozen_one_to_the_bit():
 
 def test_stochastic_masks_lie_between_the_importance_and_one():
     lower = jnp.asarray(RANDOM.random((5000, 3), np.float32))
-    mask, delta, _ = stochastic_mask(jax.random.key(0), lower)
+    mask, delta, _ = masked_by(lower, uniform(jax.random.key(0), lower))
     source = (mask - lower) / (1 - lower)
     assert float(source.min()) >= -1e-5
     assert float(source.max()) <= 1 + 1e-5
@@ -130,6 +131,10 @@ def test_the_spread_initialisation_is_faithful_with_unit_columns():
     factors = spread_factors(jax.random.key(0), jnp.asarray(W), 20)
     np.testing.assert_allclose(factors.V @ factors.U, W, atol=2e-5)
     np.testing.assert_allclose(jnp.linalg.norm(factors.V, axis=0), 1, rtol=1e-5)
+    fewer = spread_factors(jax.random.key(0), jnp.asarray(W), 5)
+    np.testing.assert_allclose(fewer.V @ fewer.U, W, atol=2e-5)
+    np.testing.assert_allclose(jnp.linalg.norm(fewer.U, axis=1), 1, rtol=1e-5)
+    assert [can_spread(Site(6, 5, C)) for C in (4, 5, 6)] == [False, True, True]
 
 
 def test_the_faithfulness_warm_up_lowers_the_loss():
@@ -163,6 +168,23 @@ def test_the_identity_error_of_published_fixtures(ci, error):
     assert identity_error(ci.astype(np.float32)) == error
 
 
+@pytest.mark.parametrize(
+    ("ci", "size", "error"),
+    [
+        (np.eye(3), 3, 0),
+        (np.ones((5, 2)), 2, 0),
+        (np.concatenate([np.zeros((5, 4)), np.ones((5, 2))], axis=1), 2, 0),
+        (np.ones((5, 3)), 2, 5),
+        (np.zeros((5, 5)), 3, 3),
+        (np.full((4, 2), 0.85), 2, 2),
+        (np.concatenate([np.ones((5, 2)), np.full((5, 1), 0.05)], axis=1), 2, 0),
+        (np.ones((5, 2)), 3, 1),
+    ],
+)
+def test_the_dense_error_counts_what_is_missing_and_what_is_over(ci, size, error):
+    assert dense_error(ci.astype(np.float32), size) == error
+
+
 def test_columns_are_matched_to_features():
     ci = np.eye(4, dtype=np.float32)[:, [2, 0, 3, 1]]
     np.testing.assert_array_equal(permute_to_identity(ci), np.eye(4))
@@ -178,14 +200,17 @@ def test_recovery_of_a_known_decomposition():
     assert (half.recovered, half.mmcs, half.ml2r) == (0, pytest.approx(1), pytest.approx(0.5))
 
 
+PRETRAINING = tms.Pretraining(attempts=1, steps=5000, batch=1024, learning_rate=5e-3, weight_decay=0.01)
+
+
 def test_the_toy_model_s_forward_is_that_of_its_haiku_network():
     shape = tms.Shape(5, 2, 0.5)
-    network = tms.network(shape)
-    x = tms.sample(jax.random.key(1), 64, shape)
+    network, task = tms.network(shape), tms.task(shape, PRETRAINING)
+    x = task.sample(jax.random.key(1), 64)
     params = network.init(jax.random.key(0), x)
     params = jax.tree.map(lambda p: p + 0.1, params)
     plan = Target(network.apply, params).plan(x)
-    assert list(plan.sites("*")) == list(tms.SITES.values())
+    assert list(plan.sites("*")) == list(task.sites.values())
     out, taps = plan.clean(params, x, taps="*")
     np.testing.assert_allclose(out, network.apply(params, x), rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(taps["linear1/w"].input, x)
@@ -196,14 +221,40 @@ def test_the_toy_model_s_forward_is_that_of_its_haiku_network():
     assert float(jnp.mean(x > 0)) == pytest.approx(0.5, abs=0.1)
 
 
-def test_pre_training_finds_the_pentagon():
-    target = tms.pretrain(
-        jax.random.key(0), tms.Shape(5, 2, 0.05), steps=5000, batch=1024, learning_rate=5e-3, weight_decay=0.01
-    )
-    W1 = np.asarray(target.params["linear1"]["w"])
+@pytest.mark.parametrize("identity", [False, True])
+def test_pre_training_finds_the_pentagon(identity):
+    task = tms.task(tms.Shape(5, 2, 0.05, identity), PRETRAINING)
+    params = task.pretrain(jax.random.key(0))
+    W1 = np.asarray(params["linear1"]["w"])
     angles = np.sort(np.degrees(np.arctan2(W1[:, 1], W1[:, 0])))
     gaps = np.diff(np.append(angles, angles[0] + 360))
     assert np.all(np.abs(gaps - 72) < 3)
-    out = np.diag(np.asarray(target.apply(target.params, jnp.asarray(probe(5)))))
+    out = np.diag(np.asarray(task.apply(params, one_feature_each(5))))
     assert np.all(np.abs(out - 0.75) < 0.1)
-    np.testing.assert_array_equal(target.params["linear2"]["w"], W1.T)
+    np.testing.assert_array_equal(params["linear2"]["w"], W1.T)
+    if identity:
+        np.testing.assert_array_equal(params["identity"]["w"], np.eye(2))
+
+
+def test_a_residual_mlp_learns_to_add_the_relu_of_each_feature():
+    shape = resid_mlp.Shape(features=12, width=60, layers=2, neurons=6, probability=0.05)
+    how = resid_mlp.Pretraining(attempts=2, steps=400, batch=256, learning_rate=1e-2, weight_decay=0.01)
+    task = resid_mlp.task(shape, how)
+    params = task.pretrain(jax.random.key(0))
+    embedding = np.asarray(params["~"]["embedding"])
+    np.testing.assert_allclose(np.linalg.norm(embedding, axis=1), 1, rtol=1e-5)
+    x = task.sample(jax.random.key(1), 512)
+    assert float(jnp.min(x)) < -0.9
+    want = np.maximum(x, 0) + np.asarray(x)
+    stream = np.asarray(x) @ embedding
+    for layer in range(2):
+        inner = np.maximum(stream @ np.asarray(params[f"mlp_in_{layer}"]["w"]), 0)
+        stream = stream + inner @ np.asarray(params[f"mlp_out_{layer}"]["w"])
+    out = task.apply(params, x)
+    np.testing.assert_allclose(out, stream @ embedding.T, atol=1e-5)
+    assert np.mean((out - want) ** 2) < 0.5 * np.mean((np.asarray(x) @ embedding @ embedding.T - want) ** 2)
+    assert task.truth == {
+        ("mlp_in_0", "mlp_in_1"): ("identity", 12),
+        ("mlp_out_0",): ("dense", 6),
+        ("mlp_out_1",): ("dense", 6),
+    }

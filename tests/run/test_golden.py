@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from pdlib.items.binding import describe
-from pdlib.run.problem import Problem, train_target
+from pdlib.run.build import task_of
+from pdlib.run.problem import Problem, pretrain
 from pdlib.run.spec import load_run_spec
 from pdlib.tree import flatten, show
 
@@ -13,8 +14,8 @@ GOLDEN = Path(__file__).with_name("golden_tms_5-2.txt")
 
 
 def structure() -> str:
-    spec = load_run_spec("tms_5-2", overrides=["target.pretrain_steps=1"])
-    state = Problem(spec, train_target(spec)).abstract_state()
+    spec = load_run_spec("tms_5-2", overrides=["target.pretraining.steps=1"])
+    state = Problem(spec, task_of(spec), pretrain(spec)).abstract_state()
     lines: list[str] = []
     for item, tree in (("decomposition", state.decomposition), ("training", state.training)):
         flat = flatten(tree)

@@ -1,0 +1,57 @@
+"""A target with what a run needs around it: sites, data, a loss, and what is known of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+Truth = Literal["identity", "dense"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Everything about a target but its trained parameters.
+
+    Attributes:
+        apply: `apply(params, batch) → output`.
+        sites: what each site is called → the parameter that it is, in the order of the model.
+        sample: `(key, size) → batch`, a pure function.
+        pretrain: `key → params`.
+        loss: `(output, clean output) → float32 scalar`, a mean over the batch.
+        probe: inputs that have one feature each, `[features, …]`, where features are known.
+        recover: a site whose rows are known to be the features' directions.
+        truth: what is known of the importance of groups of sites on the probe: one component a feature over all of
+            the group, or a dense block of about this many.
+    """
+
+    apply: Callable[..., Any]
+    sites: Mapping[str, str]
+    sample: Callable[[Any, int], Any]
+    pretrain: Callable[[Any], Any]
+    loss: Callable[[Any, Any], Array]
+    probe: Any = None
+    recover: str | None = None
+    truth: Mapping[tuple[str, ...], tuple[Truth, int]] = field(default_factory=dict)
+
+
+def mean_squared_error(out: Any, clean: Any) -> Array:
+    """Mean squared difference in float32: the loss of toy models."""
+    return jnp.mean((out - clean).astype(jnp.float32) ** 2)
+
+
+def one_feature_each(features: int, value: float = 0.75) -> Array:
+    """`value · eye(features)`: the probe of the published CI metrics."""
+    return value * jnp.eye(features)
+
+
+def sparse(key: Any, batch: int, features: int, probability: float, *, low: float = 0.0) -> Array:
+    """Inputs `[batch, features]`, each entry active with a probability and then uniform in [low, 1]."""
+    key_value, key_active = jax.random.split(key)
+    size = (batch, features)
+    active = jax.random.bernoulli(key_active, probability, size)
+    return jax.random.uniform(key_value, size, minval=low, maxval=1.0) * active

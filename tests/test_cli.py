@@ -45,7 +45,7 @@ def trained(tmp_path_factory):
 def test_train_ends_with_a_table_and_a_figure(trained):
     cwd, text = trained
     for word in (
-        "pre-training the target",
+        "preparing the target",
         "step 24/24",
         "features recovered",
         "MMCS",

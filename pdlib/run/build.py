@@ -19,8 +19,9 @@ from pdlib.method.optimizers import Optimizers, adamw
 from pdlib.rewrite.sites import no_such
 from pdlib.run import tables
 from pdlib.run.tables import RunSpec
-from pdlib.targets import resid_mlp, tms
+from pdlib.targets import llama, resid_mlp, tms
 from pdlib.targets.task import Task
+from pdlib.targets.tokens import Tokens
 
 
 def task_of(spec: RunSpec) -> Task:
@@ -32,6 +33,8 @@ def task_of(spec: RunSpec) -> Task:
     table = spec.target
     if isinstance(table, tables.FunctionSpec):
         return _call(table, "target", Task)
+    if isinstance(table, tables.LlamaSpec | tables.LlamaSimpleMlpSpec):
+        return _language_model(table)
     pretraining = table.pretraining.model_dump()
     if isinstance(table, tables.TmsSpec):
         shape = tms.Shape(table.features, table.hidden, table.probability, table.identity)
@@ -128,6 +131,17 @@ def optimizers_of(spec: RunSpec) -> Optimizers:
         return adamw(rate, weight_decay=table.weight_decay, max_norm=table.max_norm)
 
     return Optimizers(one(spec.optimizers.components), one(spec.optimizers.ci_fn))
+
+
+def _language_model(table: tables.LlamaSpec | tables.LlamaSimpleMlpSpec) -> Task:
+    if table.heads % table.groups or table.width % (2 * table.heads):
+        raise RunSpecError(
+            f"target: {table.groups} groups have to divide {table.heads} heads, and twice the heads the width, "
+            f"{table.width}; change target.groups, target.heads or target.width"
+        )
+    sizes = table.model_dump(exclude={"kind", "weights", "tokens", "length"})
+    shape = llama.Shape(**sizes, simple=table.kind == "llama_simple_mlp")
+    return llama.task(shape, Path(table.weights), Tokens(Path(table.tokens), table.length, table.vocabulary))
 
 
 def _minimality(table: tables.MinimalitySpec, steps: int) -> dict[str, Term]:

@@ -98,7 +98,7 @@ def train(
 def _target(spec: RunSpec, run: Path, reporter: Reporter) -> Any:
     """The parameters of the target as the run keeps them, made first if it is new."""
     if load_target(run) is None:
-        reporter.say("pre-training the target")
+        reporter.say("preparing the target")
         save_target(run, pretrain(spec))
     found = load_target(run)
     assert found is not None
@@ -125,12 +125,12 @@ def _advance(
     reporter: Reporter,
     stop: threading.Event,
 ) -> int:
-    saving, loop, step = problem.spec.saving, problem.loop, int(state.training.step)
+    saving, step = problem.spec.saving, int(state.training.step)
     marks = (saving.product_every, saving.metrics_every)
     last = step >= horizon or stop.is_set()
     while not last:
         reached = min([horizon, *(step + every - step % every for every in marks)])
-        state, metrics = loop(state, problem.placed_params, reached - step)
+        state, metrics = problem.advance(state, step, reached - step)
         step = reached
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         _check_finite(step, values)

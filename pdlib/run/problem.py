@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,22 @@ from pdlib.run.spec import RunSpec
 from pdlib.store.decomposition import PROCESS, PRODUCT
 from pdlib.targets.target import Target
 from pdlib.targets.task import Task
+
+_BATCHES, _BLOCK = 16, 32 * 2**20  # at most so many batches, or bytes of them, go to the devices at a time
+
+
+class Inputs(NamedTuple):
+    """What an update reads besides the state.
+
+    Attributes:
+        params: the target's.
+        batches: of steps from `first` on, `[steps, batch, …]`; None where batches are drawn on the devices.
+        first: see there.
+    """
+
+    params: Any
+    batches: Any = None
+    first: Any = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +113,7 @@ class Problem:
     @cached_property
     def model(self) -> Model:
         """The target, traced for batches of the run."""
-        return self.model_for(jax.eval_shape(self.sample, self.key))
+        return self.model_for(self.abstract_batch)
 
     def model_for(self, batch: Any) -> Model:
         """The target, traced for batches of these shapes, in the dtype that forwards run in."""
@@ -106,15 +122,18 @@ class Problem:
         sites = {name: self.task.sites[name] for name in self.names}
         return decompose(plan, sites, self.task.loss, taps=self._named_taps)
 
-    def sample(self, key: Any) -> Any:
-        """A batch of the run, in the dtype that forwards run in."""
-        return cast(self.task.sample(key, self.spec.training.batch), self.dtype)
+    @cached_property
+    def abstract_batch(self) -> Any:
+        """A batch of the run by shapes, in the dtype that forwards run in."""
+        if self.task.corpus is not None:
+            return jax.eval_shape(lambda x: cast(x, self.dtype), self.task.corpus.abstract(self.spec.training.batch))
+        return jax.eval_shape(self._sample, self.key)
 
     @cached_property
     def clean(self) -> Clean:
         """The shapes of a clean forward."""
         frozen = jax.eval_shape(lambda p: cast(p, self.dtype), self.params)
-        return jax.eval_shape(self.model.clean, frozen, jax.eval_shape(self.sample, self.key))
+        return jax.eval_shape(self.model.clean, frozen, self.abstract_batch)
 
     @cached_property
     def importance(self) -> ImportanceFn:
@@ -138,24 +157,56 @@ class Problem:
         return jax.device_put(self.params, NamedSharding(self.mesh, PartitionSpec()))
 
     @cached_property
-    def loop(self) -> Callable[[TrainState, Any, Any], Any]:
-        """`(state, params, count) → (state, metrics)`; see `pdlib.method.step.make_loop`."""
+    def loop(self) -> Callable[[TrainState, Inputs, Any], Any]:
+        """`(state, inputs, count) → (state, metrics)`; see `pdlib.method.step.make_loop`, and `advance`."""
         over_data = NamedSharding(self.mesh, PartitionSpec("data"))
         shardings = self.shardings(self.abstract_state())
-
-        def sample(key: Any) -> Any:
-            return jax.lax.with_sharding_constraint(self.sample(key), over_data)
-
         key = named_key(self.key, "train")
-        step = make_step(
-            self.model, self.importance, self.terms, self.optimizers, sample, key, compute_dtype=self.dtype
-        )
 
-        def placed(state: TrainState, params: Any) -> Any:
-            state, metrics = step(state, params)
+        def update(state: TrainState, inputs: Inputs) -> Any:
+            def sample(key: Any) -> Any:
+                if inputs.batches is None:
+                    batch = self._sample(key)
+                else:
+                    now = state.training.step - inputs.first
+                    batch = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, now, keepdims=False), inputs.batches)
+                return jax.lax.with_sharding_constraint(cast(batch, self.dtype), over_data)
+
+            step = make_step(
+                self.model, self.importance, self.terms, self.optimizers, sample, key, compute_dtype=self.dtype
+            )
+            state, metrics = step(state, inputs.params)
             return jax.lax.with_sharding_constraint(state, shardings), metrics
 
-        return make_loop(placed)
+        return make_loop(update)
+
+    def advance(self, state: TrainState, step: int, count: int) -> tuple[TrainState, dict[str, Any]]:
+        """`count` updates of a state that has made `step`; donates it. Returns the metrics of the last one.
+
+        Batches from the host go to the devices several at a time, those of the next piece while the last one computes.
+        """
+        if self.task.corpus is None:
+            return self.loop(state, Inputs(self.placed_params), count)
+        metrics: dict[str, Any] = {}
+        most = max(1, min(_BATCHES, _BLOCK // _nbytes(self.abstract_batch)))  # always, so that one program serves all
+        for first in range(step, step + count, most):
+            now = min(most, step + count - first)
+            state, metrics = self.loop(
+                state, Inputs(self.placed_params, self._block(first, now, most), np.int32(first)), now
+            )
+        return state, metrics
+
+    def _sample(self, key: Any) -> Any:
+        assert self.task.sample is not None
+        return cast(self.task.sample(key, self.spec.training.batch), self.dtype)
+
+    def _block(self, first: int, count: int, most: int) -> Any:
+        """The batches of some steps, `[most, batch, …]`, the last one repeated to the end."""
+        assert self.task.corpus is not None
+        read = [self.task.corpus.batch(self.spec.seed, first + i, self.spec.training.batch) for i in range(count)]
+        read += [read[-1]] * (most - count)
+        stacked = jax.tree.map(lambda *each: np.stack(each), *read)
+        return jax.device_put(stacked, NamedSharding(self.mesh, PartitionSpec(None, "data")))
 
     def initial_product(self) -> Decomposition:
         """The product before step 0: drawn or spread, and warmed up for faithfulness; on the mesh."""
@@ -243,6 +294,10 @@ class Problem:
 
     def _shardings(self, item: str, tree: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.sharding, default_registry().abstract(item, tree, self.mesh))
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def pretrain(spec: RunSpec) -> Any:

@@ -62,7 +62,52 @@ class ResidMlpSpec(Table):
     pretraining: PretrainingSpec = Field(default_factory=_pretraining)
 
 
-TargetSpec = Annotated[TmsSpec | ResidMlpSpec | FunctionSpec, Field(discriminator="kind")]
+class LanguageModelSpec(Table):
+    """A trained language model; `weights` and `tokens` are found from the current folder.
+
+    `weights` is a safetensors file or a folder of them, with the names of the published checkpoint; `tokens` a `.npy`
+    file of token ids, `[tokens]` or `[rows, length]`, of which a batch takes rows of `length`.
+    """
+
+    weights: str
+    tokens: str
+
+
+class LlamaSimpleMlpSpec(LanguageModelSpec):
+    """LlamaSimpleMLP, with the sizes of the one trained on the Pile; see `pdlib.targets.llama.Shape`."""
+
+    kind: Literal["llama_simple_mlp"]
+    length: int = Field(512, ge=1)
+    vocabulary: int = Field(50_277, ge=2)
+    width: int = Field(768, ge=2)
+    layers: int = Field(4, ge=1)
+    heads: int = Field(6, ge=1)
+    groups: int = Field(6, ge=1)
+    inner: int = Field(3_072, ge=1)
+    base: float = Field(1e4, gt=1)
+    stretched: bool = False
+    epsilon: float = Field(1e-6, gt=0)
+
+
+class LlamaSpec(LanguageModelSpec):
+    """Llama, with the sizes of Llama-3.1-8B; see `pdlib.targets.llama.Shape`."""
+
+    kind: Literal["llama"]
+    length: int = Field(2_048, ge=1)
+    vocabulary: int = Field(128_256, ge=2)
+    width: int = Field(4_096, ge=2)
+    layers: int = Field(32, ge=1)
+    heads: int = Field(32, ge=1)
+    groups: int = Field(8, ge=1)
+    inner: int = Field(14_336, ge=1)
+    base: float = Field(5e5, gt=1)
+    stretched: bool = True
+    epsilon: float = Field(1e-5, gt=0)
+
+
+TargetSpec = Annotated[
+    TmsSpec | ResidMlpSpec | LlamaSimpleMlpSpec | LlamaSpec | FunctionSpec, Field(discriminator="kind")
+]
 
 
 class DecompositionSpec(Table):

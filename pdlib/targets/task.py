@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pdlib.errors import RunSpecError
+
 Truth = Literal["identity", "dense"]
+
+
+@runtime_checkable
+class Corpus(Protocol):
+    """Batches that come from the host, as data on disk does; see `pdlib.targets.tokens.Tokens`."""
+
+    def abstract(self, size: int) -> Any:
+        """A batch by shapes and dtypes; reads nothing."""
+        ...
+
+    def batch(self, seed: int, step: int, size: int) -> Any:
+        """The batch of a step, a pytree of NumPy arrays that follows from the arguments alone."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -20,9 +35,10 @@ class Task:
     Attributes:
         apply: `apply(params, batch) → output`.
         sites: what each site is called → the parameter that it is, in the order of the model.
-        sample: `(key, size) → batch`, a pure function.
         pretrain: `key → params`.
         loss: `(output, clean output) → float32 scalar`, a mean over the batch.
+        sample: `(key, size) → batch`, a pure function of JAX.
+        corpus: in place of `sample`, batches from the host.
         probe: inputs that have one feature each, `[features, …]`, where features are known.
         recover: a site whose rows are known to be the features' directions.
         truth: what is known of the importance of groups of sites on the probe: one component a feature over all of
@@ -31,12 +47,19 @@ class Task:
 
     apply: Callable[..., Any]
     sites: Mapping[str, str]
-    sample: Callable[[Any, int], Any]
     pretrain: Callable[[Any], Any]
     loss: Callable[[Any, Any], Array]
+    sample: Callable[[Any, int], Any] | None = None
+    corpus: Corpus | None = None
     probe: Any = None
     recover: str | None = None
     truth: Mapping[tuple[str, ...], tuple[Truth, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.sample is None) == (self.corpus is None):
+            raise RunSpecError(
+                "a task draws its batches from `sample` or reads them from `corpus`: give one of the two"
+            )
 
 
 def mean_squared_error(out: Any, clean: Any) -> Array:

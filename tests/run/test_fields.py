@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,9 +15,12 @@ from pdlib.run import tables
 from pdlib.run.build import task_of
 from pdlib.run.loop import train
 from pdlib.run.metrics import read_rows
-from pdlib.run.problem import Problem, pretrain
+from pdlib.run.problem import Inputs, Problem, pretrain
 from pdlib.run.spec import RunSpec, load_run_spec
+from pdlib.targets.llama import Shape
+from pdlib.targets.task import Task
 from tests.run.test_run import SMALL, Silent, both_items
+from tests.targets.files import checkpoint, write_checkpoint, write_tokens
 
 TINY = ("target.pretraining.steps=2", "target.pretraining.batch=4", "training.batch=8", "training.steps=8")
 TOKENS = (
@@ -29,6 +33,19 @@ TOKENS = (
     "training.steps=8",
 )
 TERM = "kind='reconstruction'"
+MODEL = (
+    "weights='w.safetensors', tokens='t.npy', vocabulary=13, width=8, heads=2, groups=1, inner=12, layers=1, length=4, "
+    "base=1e6"
+)
+LANGUAGE = (
+    'importance={kind="layerwise_mlp", hidden=[3]}', "decomposition.init='normal'", "decomposition.C=4",
+    "training.batch=8", "training.steps=8",
+)  # fmt: skip
+OTHER_MODEL = {
+    "target.weights": "'v.safetensors'", "target.tokens": "'s.npy'", "target.length": "5", "target.vocabulary": "14",
+    "target.width": "12", "target.layers": "2", "target.heads": "1", "target.groups": "2", "target.inner": "11",
+    "target.base": "3.0", "target.epsilon": "0.1",
+}  # fmt: skip
 # what a run is → value of it → another
 CASES: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
     "tms": ("tms_5-2", (
@@ -83,6 +100,14 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
         "terms.hostile.adversary.ascent": '"sign"', "terms.hostile.adversary.sigmoid": "true",
         "terms.hostile.adversary.dtype": '"bfloat16"',
     }),
+    "simple language model": (
+        "tms_5-2",
+        (f"target={{kind='llama_simple_mlp', {MODEL}}}", *LANGUAGE),
+        OTHER_MODEL | {"target.stretched": "true"},
+    ),
+    "language model": (
+        "tms_5-2", (f"target={{kind='llama', {MODEL}}}", *LANGUAGE), OTHER_MODEL | {"target.stretched": "false"}
+    ),
     "shared sources": ("tms_5-2", (*TOKENS, "terms.hostile.adversary.scope='nsc'"), {
         "terms.hostile.adversary.sources": "4",
     }),
@@ -95,9 +120,33 @@ def spec_of(case: str, *overrides: str) -> RunSpec:
     return load_run_spec(name, overrides=[*base, *overrides])
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def bring(spec: RunSpec) -> None:
+    """Write the files that the spec's target is read from, each with contents of its own."""
+    table = spec.target
+    if isinstance(table, tables.LlamaSpec | tables.LlamaSimpleMlpSpec):
+        sizes = table.model_dump(exclude={"kind", "weights", "tokens", "length"})
+        shape = Shape(**sizes, simple=table.kind == "llama_simple_mlp")
+        write_checkpoint(Path(table.weights), checkpoint(shape, seed=ord(table.weights[0])))
+        write_tokens(Path(table.tokens), shape, seed=ord(table.tokens[0]))
+
+
+def read(task: Task) -> str:
+    """What a task reads from files."""
+    if task.corpus is None:
+        return ""
+    batch = jnp.asarray(task.corpus.batch(0, 0, 8))
+    return f"{batch} {task.apply(task.pretrain(None), batch)}"
+
+
 def problem_of(spec: RunSpec) -> Problem:
     """The spec's problem around a target of zeros."""
     task = task_of(spec)
+    bring(spec)
     params = jax.eval_shape(task.pretrain, jax.random.key(0))
     return Problem(spec, task, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params), jax.devices()[:2])
 
@@ -106,8 +155,12 @@ def programs(spec: RunSpec) -> str:
     """What trains the target, what makes the state before step 0, and what updates it; each holds its values."""
     problem = problem_of(spec)
     made = jax.make_jaxpr(lambda: problem.initial_state(problem.initial_product()))()
-    loop = jax.make_jaxpr(problem.loop)(problem.abstract_state(), problem.params, 3)
-    return "\n".join(map(str, (jax.make_jaxpr(lambda: pretrain(spec))(), made, loop)))
+    inputs = Inputs(problem.params)
+    if problem.task.corpus is not None:
+        batches = jax.tree.map(lambda x: jnp.zeros((2, *x.shape), x.dtype), problem.abstract_batch)
+        inputs = Inputs(problem.params, batches, jnp.int32(0))
+    loop = jax.make_jaxpr(problem.loop)(problem.abstract_state(), inputs, 3)
+    return "\n".join(map(str, (jax.make_jaxpr(lambda: pretrain(spec))(), made, loop, read(problem.task))))
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +195,7 @@ def test_every_field_of_every_table_is_among_them():
     seen |= {("ChunkSpec", name) for name in ("sites", "taps")} | {("TermFunctionSpec", "function")}
     seen |= {("RunSpec", name) for name in tables.RunSpec.model_fields}
     seen |= {("FunctionSpec", "function"), ("OptimizersSpec", "components"), ("OptimizersSpec", "ci_fn")}
+    seen |= {("LanguageModelSpec", name) for name in tables.LanguageModelSpec.model_fields}  # by both of its kinds
     seen |= {("TmsSpec", "pretraining"), ("ResidMlpSpec", "pretraining"), ("ReconstructionSpec", "adversary")}
     seen |= {("SavingSpec", name) for name in tables.SavingSpec.model_fields}  # below
     every = {
@@ -173,9 +227,10 @@ def test_every_value_of_saving_changes_what_is_kept(tmp_path):
         assert kept(f"saving.{other}") != plain, other
 
 
-@pytest.mark.parametrize("case", ["residual", "joined", "tokens"])
+@pytest.mark.parametrize("case", ["residual", "joined", "tokens", "simple language model", "language model"])
 def test_every_kind_of_run_trains_and_resumes_to_the_bit(tmp_path, case):
     spec, one = spec_of(case, "saving.product_every=4", "saving.process_every=4"), jax.devices()[:1]
+    bring(spec)
     train(spec, tmp_path / "whole", Silent(), devices=one)
     train(spec, tmp_path / "cut", Silent(), devices=one, stop_after=3)
     outcome = train(spec, tmp_path / "cut", Silent(), devices=one)
@@ -211,6 +266,8 @@ def test_a_run_resumes_on_another_number_of_devices(tmp_path, fsdp):
         (("terms.stochastic.source='unifrom'",), RunSpecError, "'unifrom' is not known; write one of ci_masked"),
         (("target={kind='function', function='tests.run.own:nothing'}",), RunSpecError, "returned NoneType, want Task"),
         (("target={kind='function', function='tests.run.own:nobody'}",), RunSpecError, "has no attribute 'nobody'"),
+        ((f"target={{kind='llama', {MODEL}}}", "target.groups=3"), RunSpecError, "3 groups have to divide 2 heads"),
+        ((f"target={{kind='llama', {MODEL}}}", "target.width=9"), RunSpecError, "and twice the heads the width, 9"),
         (("target={kind='function', function='nowhere:f'}",), RunSpecError, "No module named 'nowhere'"),
     ],
 )

@@ -1,0 +1,1 @@
+"""Tests of the targets that pdlib brings."""

@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "store": {"items"},
     "rewrite": {"items"},
     "method": {"items", "rewrite"},
-    "targets": {"items", "rewrite"},
+    "targets": {"items", "rewrite", "method"},
     "run": {"items", "store", "rewrite", "method", "targets", "consumers"},
     "consumers": {"items", "store", "method"},
     "testing": {"items", "store"},
@@ -30,7 +30,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 # of the method, consumers use what applies and judges a decomposition, and nothing that trains one
-METHOD_FOR_CONSUMERS = {"pdlib.method.importance", "pdlib.method.truth"}
+# a target says by which loss it is judged, and knows nothing else of the method
+METHOD_FOR = {
+    "consumers": {"pdlib.method.importance", "pdlib.method.truth"},
+    "targets": {"pdlib.method.losses"},
+}
 # packages of others → rooms or modules that may import them; whatever is not here is free to all
 ONLY_IN: dict[str, set[str]] = {
     "optax": {"method/optimizers.py", "targets/pretrain.py", "targets/resid_mlp.py"},
@@ -123,8 +127,8 @@ def test_each_room_imports_only_what_it_may(path):
         if parts[0] == "pdlib":
             assert len(parts) > 1, "import pdlib: import the room, so that this test sees which"
             assert parts[1] in MAY_IMPORT[room] | {room, "errors", "tree"}, f"{room} imports {name}"
-        if room == "consumers" and name.startswith("pdlib.method"):
-            assert ".".join(parts[:3]) in METHOD_FOR_CONSUMERS, f"{room} imports {name}"
+        if room in METHOD_FOR and name.startswith("pdlib.method"):
+            assert ".".join(parts[:3]) in METHOD_FOR[room], f"{room} imports {name}"
         assert parts[0] not in ONLY_IN or is_in(path, ONLY_IN[parts[0]]), f"{name_of(path)} imports {name}"
 
 

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from pdlib.method.losses import mean_squared_error
 from pdlib.targets.pretrain import best_of
-from pdlib.targets.task import Task, mean_squared_error, one_feature_each, sparse
+from pdlib.targets.task import Task, one_feature_each, sparse
 
 
 class Shape(NamedTuple):

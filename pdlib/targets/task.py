@@ -62,11 +62,6 @@ class Task:
             )
 
 
-def mean_squared_error(out: Any, clean: Any) -> Array:
-    """Mean squared difference in float32: the loss of toy models."""
-    return jnp.mean((out - clean).astype(jnp.float32) ** 2)
-
-
 def one_feature_each(features: int, value: float = 0.75) -> Array:
     """`value · eye(features)`: the probe of the published CI metrics."""
     return value * jnp.eye(features)

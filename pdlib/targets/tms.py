@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pdlib.method.losses import mean_squared_error
 from pdlib.targets.pretrain import best_of
-from pdlib.targets.task import Task, mean_squared_error, one_feature_each, sparse
+from pdlib.targets.task import Task, one_feature_each, sparse
 
 
 class Shape(NamedTuple):

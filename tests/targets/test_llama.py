@@ -158,46 +158,49 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_names_of_its_tensors(tm
         llama.load(shape, path)
 
 
-class TestTokens:
-    def test_an_epoch_has_every_row_once_and_the_next_another_order(self, tmp_path):
-        np.save(tmp_path / "tokens.npy", np.arange(40, dtype=np.uint16))
-        tokens = Tokens(tmp_path / "tokens.npy", 4, 40)
-        epochs = [np.concatenate([tokens.batch(3, 2 * e + i, 5) for i in range(2)])[:, 0] for e in range(2)]
-        assert all(sorted(epoch) == list(range(0, 40, 4)) for epoch in epochs)
-        assert list(epochs[0]) != list(epochs[1])
-        assert list(epochs[0]) != sorted(epochs[0])
+def test_an_epoch_has_every_row_once_and_the_next_another_order(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.arange(40, dtype=np.uint16))
+    tokens = Tokens(tmp_path / "tokens.npy", 4, 40)
+    epochs = [np.concatenate([tokens.batch(3, 2 * e + i, 5) for i in range(2)])[:, 0] for e in range(2)]
+    assert all(sorted(epoch) == list(range(0, 40, 4)) for epoch in epochs)
+    assert list(epochs[0]) != list(epochs[1])
+    assert list(epochs[0]) != sorted(epochs[0])
 
-    def test_a_batch_is_a_function_of_seed_and_step(self, tmp_path):
-        write_tokens(tmp_path / "tokens.npy", SHAPES["simple"])
-        first, again = (Tokens(tmp_path / "tokens.npy", 4, 13) for _ in range(2))
-        np.testing.assert_array_equal(first.batch(0, 500, 7), again.batch(0, 500, 7))
-        assert (first.batch(0, 500, 7) != again.batch(1, 500, 7)).any()
-        assert first.batch(0, 0, 7).dtype == first.abstract(7).dtype == np.int32
-        assert first.batch(0, 0, 7).shape == first.abstract(7).shape
 
-    def test_the_order_is_the_one_it_always_was(self, tmp_path):
-        np.save(tmp_path / "tokens.npy", np.arange(8, dtype=np.int64)[:, None])
-        assert Tokens(tmp_path / "tokens.npy", 1, 8).batch(0, 0, 8)[:, 0].tolist() == ORDER
+def test_a_batch_is_a_function_of_seed_and_step(tmp_path):
+    write_tokens(tmp_path / "tokens.npy", SHAPES["simple"])
+    first, again = (Tokens(tmp_path / "tokens.npy", 4, 13) for _ in range(2))
+    np.testing.assert_array_equal(first.batch(0, 500, 7), again.batch(0, 500, 7))
+    assert (first.batch(0, 500, 7) != again.batch(1, 500, 7)).any()
+    assert first.batch(0, 0, 7).dtype == first.abstract(7).dtype == np.int32
+    assert first.batch(0, 0, 7).shape == first.abstract(7).shape
 
-    @pytest.mark.parametrize(
-        ("array", "text"),
-        [
-            (np.zeros(3, np.int32), "less than one row"),
-            (np.zeros((2, 3), np.int32), "less than one row"),
-            (np.zeros(8, np.float32), "want integers"),
-            (np.zeros((1, 2, 4), np.int32), "want integers"),
-            (np.full(8, 13, np.int32), "the id 13, outside the vocabulary of 13"),
-            (np.full(8, -1, np.int32), "the id -1, outside"),
-        ],
-    )
-    def test_what_are_no_tokens_is_refused(self, tmp_path, array, text):
-        np.save(tmp_path / "tokens.npy", array)
-        with pytest.raises(RunSpecError, match=text):
-            Tokens(tmp_path / "tokens.npy", 4, 13).batch(0, 0, 2)
 
-    def test_a_file_that_is_not_there_or_no_array_is_named(self, tmp_path):
-        with pytest.raises(RunSpecError, match=r"tokens.npy.*give a \.npy file"):
-            Tokens(tmp_path / "tokens.npy", 4, 13).batch(0, 0, 2)
-        (tmp_path / "tokens.npy").write_text("hello")
-        with pytest.raises(RunSpecError, match=r"give a \.npy file"):
-            Tokens(tmp_path / "tokens.npy", 4, 13).batch(0, 0, 2)
+def test_the_order_is_the_one_it_always_was(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.arange(8, dtype=np.int64)[:, None])
+    assert Tokens(tmp_path / "tokens.npy", 1, 8).batch(0, 0, 8)[:, 0].tolist() == ORDER
+
+
+@pytest.mark.parametrize(
+    ("array", "text"),
+    [
+        (np.zeros(3, np.int32), "less than one row"),
+        (np.zeros((2, 3), np.int32), "less than one row"),
+        (np.zeros(8, np.float32), "want integers"),
+        (np.zeros((1, 2, 4), np.int32), "want integers"),
+        (np.full(8, 13, np.int32), "the id 13, outside the vocabulary of 13"),
+        (np.full(8, -1, np.int32), "the id -1, outside"),
+    ],
+)
+def test_what_is_no_file_of_tokens_is_refused(tmp_path, array, text):
+    np.save(tmp_path / "tokens.npy", array)
+    with pytest.raises(RunSpecError, match=text):
+        Tokens(tmp_path / "tokens.npy", 4, 13).batch(0, 0, 2)
+
+
+def test_a_file_that_is_not_there_or_no_array_is_named(tmp_path):
+    with pytest.raises(RunSpecError, match=r"tokens.npy.*give a \.npy file"):
+        Tokens(tmp_path / "tokens.npy", 4, 13).batch(0, 0, 2)
+    (tmp_path / "tokens.npy").write_text("hello")
+    with pytest.raises(RunSpecError, match=r"give a \.npy file"):
+        Tokens(tmp_path / "tokens.npy", 4, 13).batch(0, 0, 2)

@@ -44,11 +44,19 @@ def train(
     values: Annotated[
         list[str] | None, typer.Option("--set", help="Override table.key=value; may be repeated.")
     ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Print what would run, and compute nothing.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a run, continue it, or say that it is complete.
 
+    With --plan: every value with its origin, the sites, bytes, disk and devices.
     Example: pdlib train tms_5-2 --set seed=1 --out runs/seed-1
     """
+    if plan:
+        from pdlib.run.outlook import outlook
+
+        _show(outlook(spec, overrides=values or []), as_json)
+        return
     from pdlib.run.spec import load_run_spec
 
     parsed = load_run_spec(spec, overrides=values or [])
@@ -72,6 +80,27 @@ def train(
     figure = run / "figures" / "ci_permuted.png"
     if figure.exists():
         typer.echo(f"figure: {figure}")
+
+
+@app.command()
+def specs(
+    name: Annotated[str | None, typer.Argument(help="Show this one, every default written out.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the runs that have names, or print one as TOML: copy it, change it, train it.
+
+    Example: pdlib specs tms_5-2 > mine.toml
+    """
+    from pdlib.run.spec import load_run_spec, summaries, to_toml
+
+    if name is not None:
+        parsed = load_run_spec(name)
+        typer.echo(json.dumps(parsed.model_dump(), indent=2) if as_json else to_toml(parsed), nl=as_json)
+        return
+    found = summaries()
+    width = max(map(len, found))
+    lines = [f"{name:<{width}}  {summary}" for name, summary in found.items()]
+    typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(lines))
 
 
 @app.command()

@@ -87,6 +87,18 @@ def test_inspect_prints_json(trained):
     assert newest["training"]["bytes"] == sum(p.stat().st_size for p in files)
 
 
+def test_a_run_is_laid_out_before_it_runs_and_a_spec_is_printed_to_be_changed(tmp_path):
+    listed = pdlib("specs", cwd=tmp_path, without_jax=True)
+    assert "Five features in two hidden units" in listed.stdout
+    (tmp_path / "mine.toml").write_text(pdlib("specs", "tms_5-2", cwd=tmp_path, without_jax=True).stdout)
+    planned = pdlib("train", "mine.toml", "--plan", "--set", "seed=3", "--json", cwd=tmp_path)
+    assert planned.returncode == 0, planned.stderr
+    values = json.loads(planned.stdout)["values"]
+    assert values["seed"] == {"value": 3, "origin": "--set"}
+    assert values["decomposition.C"] == {"value": 20, "origin": "mine.toml"}
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
+
+
 @pytest.mark.parametrize(
     ("args", "code", "text"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,10 +28,7 @@ def load_run_spec(name_or_path: str | Path, *, overrides: Sequence[str] = ()) ->
         RunSpecError: no such specification, an unknown key (with the near match), or a bad value.
     """
     path = _find(name_or_path)
-    try:
-        table = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise RunSpecError(f"{path}: {error}; a run specification is a UTF-8 TOML file") from error
+    table = _read(path)
     for override in overrides:
         _override(table, override)
     return parse_run_spec({"name": path.stem, **table}, source=str(path))
@@ -48,6 +46,30 @@ def parse_run_spec(table: Mapping[str, Any], *, source: str) -> RunSpec:
         ) from error
 
 
+def origins(name_or_path: str | Path, spec: RunSpec, overrides: Sequence[str] = ()) -> dict[str, str]:
+    """Where each value of a specification comes from, by its dotted key: `--set`, the file, or `default`."""
+    path = _find(name_or_path)
+    given = dict(_flat(_read(path), ()))
+    set_here: dict[str, Any] = {}
+    for override in overrides:
+        _override(set_here, override)
+    asked = dict(_flat(set_here, ()))
+
+    def origin(key: str) -> str:
+        return "--set" if key in asked else path.name if key in given else "default"
+
+    return {key: origin(key) for key in flat(spec)}
+
+
+def summaries() -> dict[str, str]:
+    """The runs that have names → the comment that each begins with."""
+    found: dict[str, str] = {}
+    for path in sorted((specs_dir() / "runs").glob("*.toml")):
+        lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines())
+        found[path.stem] = " ".join(line.removeprefix("#").strip() for line in lines)
+    return found
+
+
 def flat(spec: RunSpec) -> dict[str, Any]:
     """Every value of a specification by its dotted key."""
     return dict(_flat(spec.model_dump(), ()))
@@ -56,6 +78,13 @@ def flat(spec: RunSpec) -> dict[str, Any]:
 def to_toml(spec: RunSpec) -> str:
     """A specification as TOML, every default written out; `load_run_spec` reads it back equal."""
     return tomli_w.dumps(spec.model_dump(exclude_none=True))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise RunSpecError(f"{path}: {error}; a run specification is a UTF-8 TOML file") from error
 
 
 def _find(name_or_path: str | Path) -> Path:

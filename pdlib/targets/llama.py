@@ -101,6 +101,7 @@ def task(shape: Shape, weights: Path, tokens: Tokens) -> Task:
         pretrain=lambda _: load(shape, weights),
         loss=kl_divergence,
         corpus=tokens,
+        shapes=abstract(shape),
     )
 
 

@@ -39,6 +39,7 @@ class Task:
         loss: `(output, clean output) → float32 scalar`, a mean over the batch.
         sample: `(key, size) → batch`, a pure function of JAX.
         corpus: in place of `sample`, batches from the host.
+        shapes: of the parameters, where `pretrain` reads them from files; else they follow from tracing it.
         probe: inputs that have one feature each, `[features, …]`, where features are known.
         recover: a site whose rows are known to be the features' directions.
         truth: what is known of the importance of groups of sites on the probe: one component a feature over all of
@@ -51,6 +52,7 @@ class Task:
     loss: Callable[[Any, Any], Array]
     sample: Callable[[Any, int], Any] | None = None
     corpus: Corpus | None = None
+    shapes: Any = None
     probe: Any = None
     recover: str | None = None
     truth: Mapping[tuple[str, ...], tuple[Truth, int]] = field(default_factory=dict)

@@ -25,6 +25,9 @@ SECTIONS = {  # result → the command that makes it
     "strip_small": "strip.py",
     "migrate": "migrate.py",
     "import": "import.py",
+    "toys": "toys.py",
+    "step": "step.py",
+    "step_full": "step.py --scale full",
 }
 
 

@@ -5,7 +5,7 @@
 Each seed is a run of its own, from pre-training to its last step, by the real command `pdlib train`. What is complete
 is not run again, what was stopped is resumed; so a study can be stopped at any time, and a table printed of what there
 is with `--seeds 0`. A TMS run succeeds where MMCS ≥ 0.999, ML2R is within 0.97–1.03 and the identity error is 0 on
-linear1 and linear2; a residual MLP where mlp_in has one component a feature: identity error 0 over its layers.
+linear1 and linear2; a residual MLP where the mlp_in of each layer has one component a feature: identity error 0.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ GOALS = {  # target → seeds, and the share of them that has to succeed
     "tms_5-2-id": (20, 0.95),
     "tms_40-10": (10, 0.9),
     "tms_40-10-id": (10, 0.9),
-    "resid_mlp_1": (3, 1.0),
-    "resid_mlp_2": (3, 1.0),
-    "resid_mlp_3": (3, 1.0),
+    "resid_mlp_1": (1, 1.0),
+    "resid_mlp_2": (1, 1.0),
+    "resid_mlp_3": (1, 1.0),
 }
 ONE_CORE = "--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count=1"
 

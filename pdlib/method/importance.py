@@ -122,7 +122,7 @@ class _MLP(hk.Module):
             w = hk.get_parameter(f"w_{index}", (x.shape[-1], width), init=hk.initializers.RandomNormal(scale))
             b = hk.get_parameter(f"b_{index}", (width,), init=jnp.zeros)
             x = x @ w + b.reshape((1,) * (x.ndim - 1) + b.shape)
-            x = x if index == last else jax.nn.gelu(x, approximate=False)
+            x = x if index == last else gelu(x)
         return x
 
 
@@ -137,9 +137,16 @@ class _ComponentMLP(hk.Module):
         b_in = hk.get_parameter("b_in", shape, init=jnp.zeros)
         w_out = hk.get_parameter("w_out", shape, init=hk.initializers.RandomNormal(self.hidden**-0.5))
         b_out = hk.get_parameter("b_out", shape[:1], init=jnp.zeros)
-        lead = (1,) * (x.ndim - 1)
-        wide = x[..., None] * w_in.reshape(*lead, *shape) + b_in.reshape(*lead, *shape)
-        return jnp.einsum("...ch,ch->...c", jax.nn.gelu(wide, approximate=False), w_out) + b_out.reshape(*lead, -1)
+        flat = x.reshape(-1, x.shape[-1]).T  # positions last: every sum over them is then a dot of long rows
+        wide = jnp.einsum("ch,cp->chp", w_in, flat) + b_in[..., None]
+        logits = jnp.einsum("chp,ch->cp", gelu(wide), w_out) + b_out[:, None]
+        return logits.T.reshape(x.shape)
+
+
+def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """`x/2 · (1 + erf(x/√2))`, at least in float32; `jax.nn.gelu` takes erfc, of five times as many operations."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (0.5 * wide * (1 + jax.lax.erf(wide * 0.5**0.5))).astype(x.dtype)
 
 
 @jax.custom_vjp

@@ -36,7 +36,9 @@ def warm_up(peak: float, steps: int, *, fraction: float) -> Schedule:
 
 
 def anneal(start: float, final: float, steps: int) -> Schedule:
-    """From `start` at step 0 linearly to `final` at step `steps − 1`; constant after."""
+    """From `start` at step 0 linearly to `final` at step `steps − 1`; constant after, and everywhere if equal."""
+    if start == final:
+        return constant(start)  # known when a step is compiled: a power of 1 or 2 then costs nothing
 
     def at(step: Any) -> Any:
         return start + (final - start) * jnp.clip(step / max(steps - 1, 1), 0, 1)

@@ -172,7 +172,8 @@ def _rotation(frequencies: Float[Array, " half"], positions: int) -> tuple[Array
 def _rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
     first, second = jnp.split(x, 2, axis=-1)
     cos, sin = rotation
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)  # angles are float32 whatever forwards run in
 
 
 def _matrix(name: str, shape: tuple[int, ...], *, gain: float = 1.0) -> Array:

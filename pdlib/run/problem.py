@@ -255,11 +255,10 @@ class Problem:
             found |= {"features": len(W), "features_recovered": measured.recovered}
             found |= {"mmcs": measured.mmcs, "ml2r": measured.ml2r}
         ci = self.importance_on_probe(product)
-        for sites, (truth, size) in self.task.truth.items():
-            if set(sites) <= set(self.names):
-                joined = np.concatenate([ci[name] for name in sites], axis=1)
-                error = identity_error(joined) if truth == "identity" else dense_error(joined, size)
-                found.setdefault(f"{truth}_error", {})["+".join(sites)] = error
+        for site, (kind, size) in self.task.truth.items():
+            if site in self.names:
+                error = identity_error(ci[site]) if kind == "identity" else dense_error(ci[site], size)
+                found.setdefault(f"{kind}_error", {})[site] = error
         return found
 
     @property

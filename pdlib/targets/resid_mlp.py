@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from pdlib.method.losses import mean_squared_error
 from pdlib.targets.pretrain import best_of
-from pdlib.targets.task import Task, one_feature_each, sparse
+from pdlib.targets.task import Task, Truth, one_feature_each, sparse
 
 
 class Shape(NamedTuple):
@@ -54,12 +54,12 @@ def network(shape: Shape) -> hk.Transformed:
 
 
 def task(shape: Shape, pretraining: Pretraining) -> Task:
-    """The model with its sites `mlp_in_0`, `mlp_out_0`, …; over all layers mlp_in has one component a feature, and each
-    mlp_out is a dense block of about as many as the layer has neurons."""
+    """The model with its sites `mlp_in_0`, `mlp_out_0`, …; each mlp_in has one component a feature, as all layers
+    compute parts of it, and each mlp_out is a dense block of about as many as the layer has neurons."""
     layers = range(shape.layers)
     names = [f"{part}_{layer}" for layer in layers for part in ("mlp_in", "mlp_out")]
-    truth: dict[Any, Any] = {tuple(f"mlp_in_{layer}" for layer in layers): ("identity", shape.features)}
-    truth |= {(f"mlp_out_{layer}",): ("dense", shape.neurons) for layer in layers}
+    truth: dict[str, Truth] = {f"mlp_in_{layer}": Truth("identity", shape.features) for layer in layers}
+    truth |= {f"mlp_out_{layer}": Truth("dense", shape.neurons) for layer in layers}
     return Task(
         apply=network(shape).apply,
         sites={name: f"{name}/w" for name in names},

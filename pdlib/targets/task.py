@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,12 @@ from jaxtyping import Array
 
 from pdlib.errors import RunSpecError
 
-Truth = Literal["identity", "dense"]
+
+class Truth(NamedTuple):
+    """What is known of a site's importance on the probe: one component a feature, or a dense block of about `size`."""
+
+    kind: Literal["identity", "dense"]
+    size: int
 
 
 @runtime_checkable
@@ -42,8 +47,7 @@ class Task:
         shapes: of the parameters, where `pretrain` reads them from files; else they follow from tracing it.
         probe: inputs that have one feature each, `[features, …]`, where features are known.
         recover: a site whose rows are known to be the features' directions.
-        truth: what is known of the importance of groups of sites on the probe: one component a feature over all of
-            the group, or a dense block of about this many.
+        truth: what is known of sites.
     """
 
     apply: Callable[..., Any]
@@ -55,7 +59,7 @@ class Task:
     shapes: Any = None
     probe: Any = None
     recover: str | None = None
-    truth: Mapping[tuple[str, ...], tuple[Truth, int]] = field(default_factory=dict)
+    truth: Mapping[str, Truth] = field(default_factory=dict[str, Truth])
 
     def __post_init__(self) -> None:
         if (self.sample is None) == (self.corpus is None):

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from pdlib.method.losses import mean_squared_error
 from pdlib.targets.pretrain import best_of
-from pdlib.targets.task import Task, one_feature_each, sparse
+from pdlib.targets.task import Task, Truth, one_feature_each, sparse
 
 
 class Shape(NamedTuple):
@@ -55,9 +55,9 @@ def task(shape: Shape, pretraining: Pretraining) -> Task:
     """The model with its sites `linear1`, `linear2` and, if it is there, `identity`; each has one component a feature,
     but for the identity, where all features share the hidden units."""
     sites = ["linear1", *["identity"] * shape.identity, "linear2"]
-    truth: dict[Any, Any] = {(site,): ("identity", shape.features) for site in ("linear1", "linear2")}
+    truth = {site: Truth("identity", shape.features) for site in ("linear1", "linear2")}
     if shape.identity:
-        truth["identity",] = ("dense", shape.hidden)
+        truth["identity"] = Truth("dense", shape.hidden)
     return Task(
         apply=network(shape).apply,
         sites={site: f"{site}/w" for site in sites},

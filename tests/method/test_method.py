@@ -254,7 +254,8 @@ def test_a_residual_mlp_learns_to_add_the_relu_of_each_feature():
     np.testing.assert_allclose(out, stream @ embedding.T, atol=1e-5)
     assert np.mean((out - want) ** 2) < 0.5 * np.mean((np.asarray(x) @ embedding @ embedding.T - want) ** 2)
     assert task.truth == {
-        ("mlp_in_0", "mlp_in_1"): ("identity", 12),
-        ("mlp_out_0",): ("dense", 6),
-        ("mlp_out_1",): ("dense", 6),
+        "mlp_in_0": ("identity", 12),
+        "mlp_in_1": ("identity", 12),
+        "mlp_out_0": ("dense", 6),
+        "mlp_out_1": ("dense", 6),
     }

@@ -11,6 +11,7 @@ import pytest
 
 from pdlib.errors import ContractError
 from pdlib.items.state import Site
+from pdlib.method.model import cast
 from pdlib.method.transformer import MODULE, Chunk, Sizes, chunkwise_transformer, rotary_frequencies, sizes_of
 
 SIZES = Sizes(width=12, blocks=2, heads=3, hidden=20)
@@ -144,6 +145,16 @@ def test_sizes_and_frequencies_come_from_the_parameters():
     assert sizes_of(params) == SIZES
     np.testing.assert_array_equal(params[MODULE]["frequencies"], rotary_frequencies(4))
     np.testing.assert_allclose(rotary_frequencies(4), [1, 0.01], rtol=1e-6)
+
+
+def test_it_runs_in_bfloat16_with_rotary_frequencies_in_float32():
+    function, params = made([Chunk(("a", "c"), ("a", "b", "c"))])
+    half = cast(params, jnp.bfloat16)
+    assert half[MODULE]["frequencies"].dtype == jnp.float32
+    for site, logits in function.apply(half, {}, cast(inputs(2, 4), jnp.bfloat16)).items():
+        assert logits.dtype == jnp.bfloat16
+        exact = np.asarray(function.apply(params, {}, inputs(2, 4))[site])
+        np.testing.assert_allclose(np.float32(logits), exact, atol=0.05 * np.abs(exact).max())
 
 
 def test_a_named_activation_is_a_tap():
